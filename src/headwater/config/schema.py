@@ -1,0 +1,96 @@
+"""The configuration model: frozen structs, one per role, with defaults, help and units.
+
+A key `engine.max_num_seqs` has the flag `--max-num-seqs`, the environment twin `HEADWATER_MAX_NUM_SEQS` and the YAML
+key `max_num_seqs` under `engine`. Leaf names are unique over all sections, so a flag needs no prefix. Fields typed
+`Bytes`, `Count` and `Seconds` accept human units (`20GiB`, `32K`, `500ms`) in all three spellings.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Bytes = Annotated[int, msgspec.Meta(ge=0, extra={"unit": "bytes"})]
+Count = Annotated[int, msgspec.Meta(ge=0, extra={"unit": "count"})]
+Seconds = Annotated[float, msgspec.Meta(ge=0, extra={"unit": "seconds"})]
+Secret = Annotated[str, msgspec.Meta(extra={"secret": True})]
+
+
+def _doc(text: str) -> msgspec.Meta:
+    return msgspec.Meta(description=text)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One engine."""
+
+    model: Annotated[str | None, _doc("Catalogue name, folder, GGUF file or hub id; none: the demo model.")] = None
+    revision: Annotated[str | None, _doc("Hub revision (branch, tag or commit) to pin.")] = None
+    served_model_name: Annotated[tuple[str, ...], _doc("Names the API answers to; the first is the main one.")] = ()
+    engine: Annotated[str, _doc("native, mocker, or the name of a `headwater.engines` entry point.")] = "native"
+    tokenizer: Annotated[str | None, _doc("Folder or tokenizer.json when not beside the model.")] = None
+    chat_template: Annotated[str | None, _doc("File with a Jinja template that replaces the model's own.")] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], _doc("Where to compute.")] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _doc("Arithmetic and KV type.")] = "auto"
+    max_model_len: Annotated[Count | None, _doc("Longest context in tokens; none: the model's own.")] = None
+    block_size: Annotated[Count, _doc("Tokens per KV block.")] = 16
+    kv_cache_memory: Annotated[Bytes | None, _doc("Bytes of KV storage; none: chosen from free memory.")] = None
+    num_kv_blocks: Annotated[Count | None, _doc("Number of KV blocks; overrides --kv-cache-memory.")] = None
+    max_num_seqs: Annotated[Count, _doc("Sequences running at once.")] = 64
+    max_num_batched_tokens: Annotated[Count | None, _doc("Tokens per step; none: chosen for the device.")] = None
+    max_waiting: Annotated[Count, _doc("Sequences waiting at one worker before it answers `overloaded`.")] = 1024
+    enable_prefix_caching: Annotated[bool, _doc("Reuse KV blocks of equal prefixes.")] = True
+    tensor_parallel_size: Annotated[Count, _doc("Devices per engine (native: 1).")] = 1
+    threads: Annotated[Count | None, _doc("Compute threads per worker; none: cores divided among workers.")] = None
+    weights_cache: Annotated[str | None, _doc("Folder of prepared weights; none: the user's cache folder.")] = None
+    mocker_speedup: Annotated[float, _doc("Mocker: how much faster than modelled; 0 means infinitely.")] = 1.0
+    mocker_prefill_ms_per_token: Annotated[float, _doc("Mocker: prefill cost.")] = 0.05
+    mocker_decode_base_ms: Annotated[float, _doc("Mocker: cost of a decode step.")] = 5.0
+    mocker_decode_ms_per_sequence: Annotated[float, _doc("Mocker: added per decoding sequence.")] = 0.05
+    mocker_decode_ms_per_kv_token: Annotated[float, _doc("Mocker: added per token of context.")] = 0.00001
+
+
+class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The HTTP front door."""
+
+    host: Annotated[str, _doc("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
+    api_key: Annotated[tuple[Secret, ...], _doc("Keys that are accepted; none: no key is asked for.")] = ()
+    cors: Annotated[tuple[str, ...], _doc("Origins allowed by CORS; `*` for any.")] = ()
+    strict: Annotated[bool, _doc("Refuse unknown request fields instead of ignoring them.")] = False
+    max_body: Annotated[Bytes, _doc("Largest request body.")] = 16 * 1024 * 1024
+    max_connections: Annotated[Count, _doc("Open connections per frontend.")] = 10_000
+    max_concurrent_requests: Annotated[Count, _doc("Requests in progress per frontend; more get 429.")] = 4096
+    stream_buffer: Annotated[Bytes, _doc("Unread bytes of one stream before it is cut off.")] = 1024 * 1024
+    header_timeout: Annotated[Seconds, _doc("Time to send a complete request head.")] = 10.0
+    body_timeout: Annotated[Seconds, _doc("Time without progress while a body is read.")] = 20.0
+    keepalive_timeout: Annotated[Seconds, _doc("Idle time before a kept-alive connection is closed.")] = 75.0
+    request_timeout: Annotated[Seconds, _doc("Longest life of a request; 0: no limit.")] = 0.0
+    tokenizer_backend: Annotated[Literal["auto", "fastokens", "tokenizers"], _doc("Tokenizer library.")] = "auto"
+
+
+class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How workers are chosen."""
+
+    router_policy: Annotated[str, _doc("round_robin, least_loaded, or a `headwater.router` entry point.")] = (
+        "least_loaded"
+    )
+
+
+class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the parts find and reach each other."""
+
+    registry: Annotated[str | None, _doc("`file:///folder`; none: a private folder of this cluster.")] = None
+    bind: Annotated[str, _doc("Address the planes listen on: `ipc` or a host address for tcp.")] = "ipc"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Least severe level logged.")] = "info"
+    log_format: Annotated[Literal["text", "json"], _doc("Lines for people or for machines.")] = "text"
+    drain_timeout: Annotated[Seconds, _doc("Time for running streams to finish on SIGTERM.")] = 30.0
+
+
+class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole graph that `headwater serve` runs."""
+
+    engine: EngineConfig = EngineConfig()
+    frontend: FrontendConfig = FrontendConfig()
+    router: RouterConfig = RouterConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    workers: Annotated[Count, _doc("Worker processes.")] = 1
+    frontends: Annotated[Count, _doc("Frontend processes sharing the port.")] = 1

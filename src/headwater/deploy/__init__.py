@@ -1,0 +1,1 @@
+"""Running the parts of a cluster: the local supervisor."""

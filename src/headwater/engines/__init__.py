@@ -1,0 +1,1 @@
+"""Engines behind one contract (`base`). Adapters are imported only when chosen."""

@@ -1,0 +1,1 @@
+"""An engine without a model: the production scheduler and KV accounting, modelled step times, deterministic tokens."""

@@ -1,0 +1,1 @@
+"""The embedded engine: a small torch engine, CPU and CUDA, batch-invariant on CPU."""

@@ -1,0 +1,151 @@
+"""The exception tree. Every leaf has a stable code, an HTTP status and says whether another worker may retry.
+
+    HeadwaterError
+    ├─ RequestError                the client's fault, never retried
+    │  ├─ InvalidRequest   400     names the field, what was given and what would fit
+    │  ├─ ContextTooLong   400
+    │  ├─ Unauthorized     401
+    │  ├─ Forbidden        403
+    │  ├─ ModelNotFound    404
+    │  └─ PayloadTooLarge  413
+    ├─ Unavailable                 try again later (Retry-After)
+    │  ├─ RateLimited      429
+    │  ├─ Overloaded       503
+    │  ├─ NoWorkers        503
+    │  ├─ Draining         503
+    │  └─ DeadlineExceeded 504
+    ├─ WorkerError         502
+    │  ├─ EngineFailed             the engine reported a failure
+    │  ├─ WorkerLost               the process or the connection died (the peer broke it)
+    │  └─ ProtocolError            the other side speaks another version or sent garbage
+    ├─ ConfigError                 names key, value, origin, and the nearest spelling
+    ├─ ModelError                  the model cannot be loaded: says what is supported
+    └─ InternalError       500     our bug
+
+"Closed" means we closed it, "broken" means the peer did. Cancellation is never an error.
+"""
+
+from typing import ClassVar
+
+
+class HeadwaterError(Exception):
+    """Root of the tree. `str(error)` is fit to be shown to the user."""
+
+    code: ClassVar[str] = "internal_error"
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+    """Whether the same request may be tried on another worker."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class RequestError(HeadwaterError):
+    """The request cannot be served as it stands. `param` is the offending field."""
+
+    code = "invalid_request_error"
+    http_status = 400
+
+    def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+
+
+class InvalidRequest(RequestError):
+    code = "invalid_value"
+
+
+class ContextTooLong(RequestError):
+    code = "context_length_exceeded"
+
+
+class Unauthorized(RequestError):
+    code = "invalid_api_key"
+    http_status = 401
+
+
+class Forbidden(RequestError):
+    code = "forbidden"
+    http_status = 403
+
+
+class ModelNotFound(RequestError):
+    code = "model_not_found"
+    http_status = 404
+
+
+class PayloadTooLarge(RequestError):
+    code = "request_too_large"
+    http_status = 413
+
+
+class Unavailable(HeadwaterError):
+    """Not now. `retry_after_s` is the honest guess of when."""
+
+    code = "unavailable"
+    http_status = 503
+    retryable = True
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimited(Unavailable):
+    code = "rate_limit_exceeded"
+    http_status = 429
+    retryable = False
+
+
+class Overloaded(Unavailable):
+    code = "overloaded"
+
+
+class NoWorkers(Unavailable):
+    code = "no_workers"
+
+
+class Draining(Unavailable):
+    code = "draining"
+
+
+class DeadlineExceeded(Unavailable):
+    code = "deadline_exceeded"
+    http_status = 504
+    retryable = False
+
+
+class WorkerError(HeadwaterError):
+    """Something behind the frontend failed."""
+
+    code = "worker_error"
+    http_status = 502
+    retryable = True
+
+
+class EngineFailed(WorkerError):
+    code = "engine_failed"
+    retryable = False
+
+
+class WorkerLost(WorkerError):
+    code = "worker_lost"
+
+
+class ProtocolError(WorkerError):
+    code = "protocol_error"
+    retryable = False
+
+
+class ConfigError(HeadwaterError):
+    code = "config_error"
+
+
+class ModelError(HeadwaterError):
+    code = "model_error"
+
+
+class InternalError(HeadwaterError):
+    code = "internal_error"

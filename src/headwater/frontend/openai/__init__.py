@@ -1,0 +1,1 @@
+"""The OpenAI API: request structs, validation, routes, streamed answers."""

@@ -1,0 +1,1 @@
+"""Tokens to text: incremental detokenizing and stop strings."""

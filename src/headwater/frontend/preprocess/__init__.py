@@ -1,0 +1,1 @@
+"""Text to tokens: chat template, tokenizer, block ids."""

@@ -1,0 +1,82 @@
+"""What workers tell the rest of the cluster: KV blocks stored and removed, load and step timings.
+
+Batches carry a sequence number per worker life (`epoch`), so that a gap is seen and healed by replay or snapshot.
+"""
+
+import msgspec
+
+from headwater.types import Tier
+
+
+class BlocksStored(msgspec.Struct, frozen=True, omit_defaults=True, tag="stored"):
+    """Consecutive full blocks became resident. `block_ids`: 16 bytes each, in prefix order."""
+
+    block_ids: bytes
+    parent: bytes | None = None
+    """Id of the block before the first one; None at the start of a sequence."""
+    tier: Tier = "device"
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True, omit_defaults=True, tag="removed"):
+    block_ids: bytes
+    tier: Tier = "device"
+
+
+class BlocksCleared(msgspec.Struct, frozen=True, omit_defaults=True, tag="cleared"):
+    """Nothing is resident any more in this tier (None: in any tier)."""
+
+    tier: Tier | None = None
+
+
+class StepTiming(msgspec.Struct, frozen=True, array_like=True):
+    """One measured engine step: what was in it and how long it took."""
+
+    num_prefill_tokens: int
+    num_prefill_context_tokens: int
+    """Sum over prefilling sequences of (new tokens x mean context they attended to)."""
+    num_decode_sequences: int
+    num_decode_context_tokens: int
+    """Sum of the context lengths of the decoding sequences."""
+    duration_ms: float
+
+
+class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):
+    """State of one engine after a step. Idle engines repeat it about once a second as a heartbeat."""
+
+    num_running: int
+    num_waiting: int
+    waiting_prefill_tokens: int
+    """Prompt tokens not yet computed, running or waiting."""
+    kv_blocks_total: int
+    kv_blocks_free: int
+    """Allocatable at once: never used or evictable."""
+    steps: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens served from cache since start."""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    timings: list[StepTiming] = []
+    """Steps since the last report, the newest last; bounded."""
+
+
+WorkerEvent = BlocksStored | BlocksRemoved | BlocksCleared | LoadReport
+
+
+class EventBatch(msgspec.Struct, frozen=True):
+    worker_id: str
+    epoch: int
+    """Changes when the worker restarts; numbering begins again at 0."""
+    sequence: int
+    timestamp: float
+    events: list[WorkerEvent]
+
+
+class EventSnapshot(msgspec.Struct, frozen=True):
+    """State that all batches up to and including `sequence` add up to."""
+
+    worker_id: str
+    epoch: int
+    sequence: int
+    stored: list[BlocksStored]
+    load: LoadReport | None = None

@@ -1,0 +1,110 @@
+"""What a frontend asks of an engine: one `EngineRequest` per sequence (n > 1 is n requests)."""
+
+from typing import Literal
+
+import msgspec
+
+StructuredKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+
+class StructuredSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A constraint on the output text.
+
+    `spec` is the JSON text of the schema, the regular expression, the JSON text of the list of choices, or the
+    Lark/GBNF grammar; empty for `json_object`.
+    """
+
+    kind: StructuredKind
+    spec: str = ""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How tokens are chosen. Ranges are checked in the frontend and again by the engine.
+
+    A draw depends on (seed, position) alone. Without a seed the frontend draws one, so that a moved or
+    preempted sequence continues as it would have.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    logprobs: int | None = None
+    """Number of most likely tokens reported beside the chosen one; None: no logprobs at all."""
+    stop_token_ids: list[int] = []
+    """In addition to the model's own end tokens."""
+    ignore_eos: bool = False
+    structured: StructuredSpec | None = None
+
+
+class EngineRequest(msgspec.Struct, omit_defaults=True):
+    """One sequence to generate.
+
+    `stream` names it on one connection (on the wire: chosen by the frontend; towards the engine: by the worker
+    shell). `prompt` holds the token ids, 4 bytes each, little-endian. `block_ids` holds the ids of its full
+    blocks, 16 bytes each, in order (may be empty: the engine then hashes itself).
+    """
+
+    stream: int
+    request_id: str
+    model: str
+    prompt: bytes
+    sampling: SamplingParams
+    block_ids: bytes = b""
+    namespace: bytes = b""
+    """Key of the block identity (see `headwater.kv.identity`): same namespace, shared prefixes."""
+    resumed_tokens: bytes = b""
+    """Token ids already generated elsewhere: they count as output, not as prompt."""
+    priority: int = 0
+    """Higher is served first."""
+    deadline: float | None = None
+    """Epoch seconds after which the answer is worthless."""
+    arrival: float = 0.0
+    """Epoch seconds when the frontend accepted it."""
+    session_id: str | None = None
+    adapter: str | None = None
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A `HeadwaterError` on the wire."""
+
+    code: str
+    message: str
+    http_status: int = 500
+    retryable: bool = False
+    param: str | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities at one position, after penalties and before temperature and cuts."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class SequenceOutput(msgspec.Struct, array_like=True):
+    """What one step produced for one sequence. The last one of a sequence has a `finish_reason`."""
+
+    stream: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """One of `headwater.types.FinishReason`."""
+    stop_token_id: int | None = None
+    """The end or stop token that ended it (not among `token_ids`)."""
+    num_cached_tokens: int | None = None
+    """In the first output only: prompt tokens that were not computed again."""
+    logprobs: list[TokenLogprobs] | None = None
+    """As many as `token_ids`."""
+    error: ErrorInfo | None = None

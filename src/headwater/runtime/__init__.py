@@ -1,0 +1,1 @@
+"""How processes find and talk to each other: registry, request plane, event plane. Each has an in-process twin."""
