@@ -8,7 +8,7 @@ import asyncio
 import ssl
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -103,8 +103,8 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports do not inherit from asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._arrived = perf_counter()
@@ -130,6 +130,7 @@ class Connection(asyncio.Protocol):
         if self._sink is not None:
             self._sink.on_data(body, self._arrived)
 
+    def on_message_complete(self) -> None:
         assert self._parser is not None
         keep_alive = self._parser.should_keep_alive()
         if self._done is not None and not self._done.done():
