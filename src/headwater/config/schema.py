@@ -2,7 +2,7 @@
 
 A key `engine.max_num_seqs` has the flag `--max-num-seqs`, the environment twin `HEADWATER_MAX_NUM_SEQS` and the YAML
 key `max_num_seqs` under `engine`. Leaf names are unique over all sections, so a flag needs no prefix. Fields typed
-`Bytes`, `Count` and `Seconds` accept human units (`20GiB`, `32K`, `500ms`) in all three spellings.
+`Bytes`, `Count`, `Positive` and `Seconds` accept human units (`20GiB`, `32K`, `500ms`) in all three spellings.
 """
 
 from typing import Annotated, Literal
@@ -11,6 +11,8 @@ import msgspec
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, extra={"unit": "bytes"})]
 Count = Annotated[int, msgspec.Meta(ge=0, extra={"unit": "count"})]
+Positive = Annotated[int, msgspec.Meta(ge=1, extra={"unit": "count"})]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, extra={"unit": "seconds"})]
 Secret = Annotated[str, msgspec.Meta(extra={"secret": True})]
 
@@ -30,22 +32,22 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chat_template: Annotated[str | None, _doc("File with a Jinja template that replaces the model's own.")] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], _doc("Where to compute.")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _doc("Arithmetic and KV type.")] = "auto"
-    max_model_len: Annotated[Count | None, _doc("Longest context in tokens; none: the model's own.")] = None
-    block_size: Annotated[Count, _doc("Tokens per KV block.")] = 16
+    max_model_len: Annotated[Positive | None, _doc("Longest context in tokens; none: the model's own.")] = None
+    block_size: Annotated[Positive, _doc("Tokens per KV block.")] = 16
     kv_cache_memory: Annotated[Bytes | None, _doc("Bytes of KV storage; none: chosen from free memory.")] = None
-    num_kv_blocks: Annotated[Count | None, _doc("Number of KV blocks; overrides --kv-cache-memory.")] = None
-    max_num_seqs: Annotated[Count, _doc("Sequences running at once.")] = 64
-    max_num_batched_tokens: Annotated[Count | None, _doc("Tokens per step; none: chosen for the device.")] = None
+    num_kv_blocks: Annotated[Positive | None, _doc("Number of KV blocks; overrides --kv-cache-memory.")] = None
+    max_num_seqs: Annotated[Positive, _doc("Sequences running at once.")] = 64
+    max_num_batched_tokens: Annotated[Positive | None, _doc("Tokens per step; none: chosen for the device.")] = None
     max_waiting: Annotated[Count, _doc("Sequences waiting at one worker before it answers `overloaded`.")] = 1024
     enable_prefix_caching: Annotated[bool, _doc("Reuse KV blocks of equal prefixes.")] = True
-    tensor_parallel_size: Annotated[Count, _doc("Devices per engine (native: 1).")] = 1
-    threads: Annotated[Count | None, _doc("Compute threads per worker; none: cores divided among workers.")] = None
+    tensor_parallel_size: Annotated[Positive, _doc("Devices per engine (native: 1).")] = 1
+    threads: Annotated[Positive | None, _doc("Compute threads per worker; none: cores divided among workers.")] = None
     weights_cache: Annotated[str | None, _doc("Folder of prepared weights; none: the user's cache folder.")] = None
-    mocker_speedup: Annotated[float, _doc("Mocker: how much faster than modelled; 0 means infinitely.")] = 1.0
-    mocker_prefill_ms_per_token: Annotated[float, _doc("Mocker: prefill cost.")] = 0.05
-    mocker_decode_base_ms: Annotated[float, _doc("Mocker: cost of a decode step.")] = 5.0
-    mocker_decode_ms_per_sequence: Annotated[float, _doc("Mocker: added per decoding sequence.")] = 0.05
-    mocker_decode_ms_per_kv_token: Annotated[float, _doc("Mocker: added per token of context.")] = 0.00001
+    mocker_speedup: Annotated[NonNegative, _doc("Mocker: how much faster than modelled; 0 means infinitely.")] = 1.0
+    mocker_prefill_ms_per_token: Annotated[NonNegative, _doc("Mocker: prefill cost.")] = 0.05
+    mocker_decode_base_ms: Annotated[NonNegative, _doc("Mocker: cost of a decode step.")] = 5.0
+    mocker_decode_ms_per_sequence: Annotated[NonNegative, _doc("Mocker: added per decoding sequence.")] = 0.05
+    mocker_decode_ms_per_kv_token: Annotated[NonNegative, _doc("Mocker: added per token of context.")] = 0.00001
 
 
 class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,8 +59,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cors: Annotated[tuple[str, ...], _doc("Origins allowed by CORS; `*` for any.")] = ()
     strict: Annotated[bool, _doc("Refuse unknown request fields instead of ignoring them.")] = False
     max_body: Annotated[Bytes, _doc("Largest request body.")] = 16 * 1024 * 1024
-    max_connections: Annotated[Count, _doc("Open connections per frontend.")] = 10_000
-    max_concurrent_requests: Annotated[Count, _doc("Requests in progress per frontend; more get 429.")] = 4096
+    max_connections: Annotated[Positive, _doc("Open connections per frontend.")] = 10_000
+    max_concurrent_requests: Annotated[Positive, _doc("Requests in progress per frontend; more get 429.")] = 4096
     stream_buffer: Annotated[Bytes, _doc("Unread bytes of one stream before it is cut off.")] = 1024 * 1024
     header_timeout: Annotated[Seconds, _doc("Time to send a complete request head.")] = 10.0
     body_timeout: Annotated[Seconds, _doc("Time without progress while a body is read.")] = 20.0
@@ -92,5 +94,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frontend: FrontendConfig = FrontendConfig()
     router: RouterConfig = RouterConfig()
     runtime: RuntimeConfig = RuntimeConfig()
-    workers: Annotated[Count, _doc("Worker processes.")] = 1
-    frontends: Annotated[Count, _doc("Frontend processes sharing the port.")] = 1
+    workers: Annotated[Positive, _doc("Worker processes.")] = 1
+    frontends: Annotated[Positive, _doc("Frontend processes sharing the port.")] = 1
+    ready_timeout: Annotated[Seconds, _doc("Time without progress before start-up is given up; 0: never.")] = 600.0
+    max_restarts: Annotated[Count, _doc("Restarts of a process that keeps failing before it is given up.")] = 5
