@@ -1,0 +1,48 @@
+"""The verbs of the command line: which module answers to which word. A verb's module is imported only when called."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import cast
+
+from headwater.cli.parser import Parser
+
+AddArguments = Callable[[argparse.ArgumentParser], None]
+Run = Callable[[argparse.Namespace], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """Its module offers `add_arguments(parser)` and `run(args) -> exit code`."""
+
+    module: str
+    summary: str
+    usage: str = "[flags]"
+
+
+VERBS: dict[str, Verb] = {
+    "bench": Verb("headwater.cli.bench", "measure an OpenAI-compatible server", "serve [flags]"),
+    "config": Verb("headwater.cli.config", "show, check and document the configuration", "show|validate|schema|docs"),
+    "completion": Verb("headwater.cli.completion", "print a shell completion script", "SHELL"),
+}
+
+
+def parser_of(name: str) -> Parser:
+    """The parser of one verb, complete."""
+    prog = f"headwater {name}"
+    parser = Parser(prog, usage=f"{prog} {VERBS[name].usage}", description=f"{_sentence(VERBS[name].summary)}.")
+    add_arguments_of(name, parser)
+    return parser
+
+
+def add_arguments_of(name: str, parser: Parser) -> None:
+    cast(AddArguments, import_module(VERBS[name].module).add_arguments)(parser)
+
+
+def runner_of(name: str) -> Run:
+    return cast(Run, import_module(VERBS[name].module).run)
+
+
+def _sentence(summary: str) -> str:
+    return summary[0].upper() + summary[1:]
