@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. `kind`: default, linear, dynamic, yarn, llama3, longrope. `parameters`: as in config.json."""
+    """Rotary embedding. `kind`: default, linear, dynamic, yarn, llama3, longrope; `parameters`: as in config.json.
+
+    Kind `divisors` (from GGUF) carries one explicit divisor per frequency.
+    """
 
     theta: float = 10_000.0
     kind: str = "default"

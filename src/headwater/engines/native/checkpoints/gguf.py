@@ -1,0 +1,95 @@
+"""Tensors from GGUF files under their Hugging Face names: quantised ones dequantised to float32, others as stored.
+
+Llama files hold q and k rows in llama.cpp's order (the two halves of a head interleaved); they are put back.
+"""
+
+import mmap
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from headwater.engines.native.checkpoints import gguf_config
+from headwater.engines.native.checkpoints.config import check_config
+from headwater.errors import ModelError
+from headwater.weights import ResolvedModel
+from headwater.weights.gguf import GgufFile, GgufTensor, read_gguf
+
+_STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GgufCheckpoint:
+    """`Checkpoint` over the shards of a GGUF model. Files are mapped until `close`."""
+
+    def __init__(self, model: ResolvedModel) -> None:
+        shards = [read_gguf(file) for file in model.weight_files]
+        self.fingerprint = model.weights_digest
+        self._maps = [_map(shard) for shard in shards]
+        self._tensors = {name: (number, t) for number, shard in enumerate(shards) for name, t in shard.tensors.items()}
+        self._names = {hf: name for name in self._tensors if (hf := gguf_config.hugging_face_name(name))}
+        by_name = {name: tensor for name, (_, tensor) in self._tensors.items()}
+        config = gguf_config.gguf_config(shards[0], by_name, self._rope())
+        self.config = check_config(replace(config, bos_token_id=model.bos_token_id, eos_token_ids=model.eos_token_ids))
+        self._interleaved = shards[0].text("general.architecture") == "llama"
+
+    def names(self) -> Iterable[str]:
+        return self._names.keys()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise ModelError(f"the GGUF file has no tensor for {name}")
+        values = self._load(self._names[name])
+        if self._interleaved and ".q_proj." in name:
+            return _deinterleave(values, self.config.num_heads)
+        if self._interleaved and ".k_proj." in name:
+            return _deinterleave(values, self.config.num_kv_heads)
+        return values
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether the values are not exactly representable in a 16-bit type because they came from blocks."""
+        return name in self._names and self._tensors[self._names[name]][1].type.name not in _STORED
+
+    def close(self) -> None:
+        for mapping in self._maps:
+            mapping.close()
+        self._maps = []
+
+    def _load(self, gguf_name: str) -> torch.Tensor:
+        number, tensor = self._tensors[gguf_name]
+        raw = np.frombuffer(self._maps[number], np.uint8, tensor.num_bytes, tensor.start)
+        stored = _STORED.get(tensor.type.name)
+        if stored is not None:
+            return torch.from_numpy(raw.copy()).view(stored).view(tensor.shape)
+        return torch.from_numpy(_dequantise(raw, tensor)).view(tensor.shape)
+
+    def _rope(self) -> gguf_config.GgufRope:
+        return gguf_config.GgufRope(
+            self._vector(gguf_config.ROPE_DIVISORS),
+            self._vector(gguf_config.ROPE_LONG),
+            self._vector(gguf_config.ROPE_SHORT),
+        )
+
+    def _vector(self, gguf_name: str) -> tuple[float, ...] | None:
+        return tuple(self._load(gguf_name).float().tolist()) if gguf_name in self._tensors else None
+
+
+def _map(gguf: GgufFile) -> mmap.mmap:
+    with gguf.path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _dequantise(raw: NDArray[np.uint8], tensor: GgufTensor) -> NDArray[np.float32]:
+    rows = raw.reshape(-1, tensor.shape[-1] // tensor.type.block_elements * tensor.type.block_bytes)
+    values: NDArray[np.float32] = dequantize(rows, GGMLQuantizationType(tensor.type_number))
+    return np.ascontiguousarray(values, dtype=np.float32)
+
+
+def _deinterleave(values: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Rows (head, pair, half) -> (head, half, pair)."""
+    rows = values.shape[0]
+    by_head = values.view(num_heads, rows // num_heads // 2, 2, *values.shape[1:])
+    return by_head.transpose(1, 2).reshape(values.shape)
