@@ -1,0 +1,262 @@
+"""The thread behind a `file` registry handle: keeps own leases, watches others, does everything that may block.
+
+It wakes on inotify, on commands and on a timer. The timer makes the truth independent of inotify, and is stretched so
+that looking costs at most about 0.5 % of a core however many instances there are. A store out of reach is reported
+once and tried again at every look; what this handle knows of is put back when it was wiped.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from headwater.errors import ConfigError, HeadwaterError
+from headwater.protocol.cluster import CatalogueEntry, Instance
+from headwater.runtime.registry.base import Outage, RegistryEvent, Synced
+from headwater.runtime.registry.catalogue import Catalogue
+from headwater.runtime.registry.folder import Claim, Folder, Held
+from headwater.runtime.registry.inotify import Inotify
+from headwater.runtime.registry.scanner import Scanner
+
+_log = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 0.25
+AFTER_WAKE_S = 0.01
+"""A dying owner's file is closed a moment before its lock is free: look again."""
+IDLE_SHARE = 0.005
+"""Part of a core that timed looks may take."""
+BUSY_SHARE = 0.2
+"""Part of a core that looks may take while much changes."""
+CLEAN_INTERVAL_S = 5.0
+
+T = TypeVar("T")
+
+
+class Keeper:
+    """Owns every descriptor of one handle. `call` may be used from any thread, the rest runs on the keeper's own."""
+
+    def __init__(self, folder: Folder, deliver: Callable[[list[RegistryEvent]], None]) -> None:
+        self._folder = folder
+        self._deliver = deliver
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._inotify = Inotify.open()
+        self._stopping = False
+        self._scanner: Scanner | None = None
+        self._claims: dict[str, Claim] = {}
+        self._catalogue = Catalogue(folder)
+        self._synced = False
+        self._conflicts: set[str] = set()
+        self._outage: str | None = None
+        self._look_cost_s = 0.0
+        self._last_look = -math.inf
+        self._next_look = math.inf
+        self._look_again = False
+        self._next_clean = 0.0
+        self._thread = threading.Thread(target=self._run, name="headwater-registry", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function on the thread."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result = function()
+            except (HeadwaterError, OSError) as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._commands.append(run)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"w")
+        return future
+
+    # Commands
+
+    def watch(self) -> None:
+        """Begin to look and to deliver."""
+        if self._scanner is None:
+            self._scanner = Scanner(self._folder)
+            self._next_look = 0.0
+
+    def instances(self) -> list[Instance]:
+        scanner = Scanner(self._folder)
+        try:
+            self._folder.ensure()
+            scanner.look()
+            return scanner.instances
+        finally:
+            scanner.close()
+
+    def models(self) -> list[CatalogueEntry]:
+        self._deliver_news(self._catalogue.look())
+        return list(self._catalogue.models.values())
+
+    def claim(self, worker_id: str, data: bytes) -> Claim:
+        if worker_id in self._claims:
+            raise ConfigError(f"worker id {worker_id!r} is already held by this process")
+        claim = self._claims[worker_id] = self._folder.claim(worker_id, data)
+        _close_after_fork(claim)
+        self._look_within(LOOK_INTERVAL_S)
+        return claim
+
+    def update(self, claim: Claim, data: bytes) -> None:
+        """A store out of reach gets the record when it is back."""
+        if self._claims.get(claim.worker_id) is not claim:
+            raise ConfigError(f"the lease of worker {claim.worker_id} was released")
+        claim.data, claim.published = data, False
+        try:
+            self._keep(claim)
+        except OSError as error:
+            self._tell_outage(str(error))
+
+    def drop(self, claim: Claim) -> None:
+        if self._claims.get(claim.worker_id) is claim:
+            del self._claims[claim.worker_id]
+            self._folder.drop(claim)
+
+    def put_model(self, entry: CatalogueEntry) -> None:
+        self._deliver_news(self._catalogue.change(lambda models: models | {entry.name: entry}))
+        self._look_within(LOOK_INTERVAL_S)
+
+    def remove_model(self, name: str) -> None:
+        self._deliver_news(
+            self._catalogue.change(lambda models: {key: entry for key, entry in models.items() if key != name})
+        )
+
+    def stop(self) -> None:
+        self._stopping = True
+        for claim in list(self._claims.values()):
+            with contextlib.suppress(OSError):
+                self.drop(claim)
+
+    # The loop
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake_read, select.POLLIN)
+        if self._inotify is not None:
+            poller.register(self._inotify.fd, select.POLLIN)
+        try:
+            while not self._stopping:
+                for fd, _ in poller.poll(self._timeout_ms()):
+                    self._woken(fd)
+                while self._commands:
+                    self._commands.popleft()()
+                if not self._stopping and time.monotonic() >= self._next_look:
+                    self._timed_look()
+        finally:
+            self._close_descriptors()
+
+    def _timeout_ms(self) -> int | None:
+        if self._next_look == math.inf:
+            return None
+        return max(0, math.ceil((self._next_look - time.monotonic()) * 1000))
+
+    def _woken(self, fd: int) -> None:
+        if fd == self._wake_read:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+        elif self._inotify is not None:
+            self._inotify.drain()
+            self._look_again = True
+            self._next_look = min(self._next_look, self._last_look + self._look_cost_s / BUSY_SHARE)
+
+    def _timed_look(self) -> None:
+        started = time.thread_time()
+        try:
+            self._look()
+        except (OSError, ConfigError) as error:
+            self._tell_outage(str(error))
+        self._look_cost_s = time.thread_time() - started
+        self._last_look = time.monotonic()
+        interval = AFTER_WAKE_S if self._look_again else max(LOOK_INTERVAL_S, self._look_cost_s / IDLE_SHARE)
+        self._look_again = False
+        self._next_look = self._last_look + interval
+
+    def _look(self) -> None:
+        for claim in self._claims.values():
+            self._keep(claim)
+        self._deliver_news(self._catalogue.look())
+        if self._scanner is None:
+            self._tell_outage(None)
+        else:
+            self._scan(self._scanner)
+
+    def _scan(self, scanner: Scanner) -> None:
+        if not self._folder.instances.is_dir():
+            self._folder.ensure()
+        if self._inotify is not None:
+            self._inotify.follow(self._folder.path)
+            self._inotify.follow(self._folder.instances)
+        self._deliver_news(scanner.look())
+        if not self._synced:
+            self._synced = True
+            self._deliver_news([Synced()])
+        wiped = f"records of living workers are gone from {self._folder.path}: {', '.join(scanner.orphans[:5])}"
+        self._tell_outage(wiped if scanner.orphans else None)
+        if scanner.dead and time.monotonic() >= self._next_clean:
+            self._next_clean = time.monotonic() + CLEAN_INTERVAL_S
+            self._folder.remove_dead()
+
+    def _keep(self, claim: Claim) -> None:
+        """Make the record say what it should, also after the store was wiped."""
+        try:
+            if not claim.published or not self._folder.holds(claim):
+                self._folder.replace(claim, claim.data)
+            self._conflicts.discard(claim.worker_id)
+        except Held as error:
+            if claim.worker_id not in self._conflicts:
+                self._conflicts.add(claim.worker_id)
+                _log.error("lost the registration: %s", error)
+
+    def _look_within(self, seconds: float) -> None:
+        self._next_look = min(self._next_look, time.monotonic() + seconds)
+
+    def _deliver_news(self, events: list[RegistryEvent]) -> None:
+        if events:
+            self._deliver(events)
+
+    def _tell_outage(self, reason: str | None) -> None:
+        """Report changes only."""
+        if (reason is None) == (self._outage is None):
+            return
+        self._outage = reason
+        if reason is None:
+            _log.info("registry %s is back", self._folder.path)
+        else:
+            _log.warning("registry outage, keeping the last picture: %s", reason)
+        self._deliver([Outage(reachable=reason is None, reason=reason or "")])
+
+    def _close_descriptors(self) -> None:
+        if self._scanner is not None:
+            self._scanner.close()
+        if self._inotify is not None:
+            self._inotify.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+def _close_after_fork(claim: Claim) -> None:
+    """A forked child shares the lock: without this, a worker would seem alive as long as any child of it."""
+    reference = weakref.ref(claim)
+
+    def close() -> None:
+        held = reference()
+        if held is not None:
+            with contextlib.suppress(OSError):
+                os.close(held.fd)
+
+    os.register_at_fork(after_in_child=close)
