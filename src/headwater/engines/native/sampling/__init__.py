@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, masks, cuts, draws and log-probabilities, one row at a time."""

@@ -1,0 +1,1 @@
+"""Structured output: constraints on the text, turned into masks over tokens."""

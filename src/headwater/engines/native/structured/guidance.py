@@ -1,0 +1,155 @@
+"""Structured output through llguidance.
+
+Specifications come from outside: their size is bounded, compilation runs under llguidance's limits on grammar size and
+lexer work, and what it refuses becomes `InvalidRequest` with the compiler's own words. Compiled grammars are kept in a
+bounded cache; a sequence works on a copy.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+from numpy.typing import NDArray
+
+from headwater.engines.native.structured.base import DeadEndError
+from headwater.errors import InvalidRequest
+from headwater.protocol.request import StructuredKind, StructuredSpec
+
+MAX_SPEC_BYTES = 128 * 1024
+_CACHED_GRAMMARS = 256
+_MESSAGE_CHARS = 500
+_FIELDS: dict[StructuredKind, str] = {
+    "json_object": "response_format",
+    "json_schema": "response_format.json_schema",
+    "regex": "guided_regex",
+    "choice": "guided_choice",
+    "grammar": "guided_grammar",
+}
+_ASCII_CLASSES = "d"
+r"""`\d` means 0 to 9, as everyone who writes it for a model expects; `\w` and `\s` know Unicode."""
+_JSON_BLANKS = r"[\x20\x0A\x0D\x09]{0,40}"
+"""Room for pretty printing, but a small model cannot write blanks until its tokens run out."""
+
+
+class GuidanceCompiler:
+    """Compiles for one tokenizer. Building it costs a few hundred milliseconds."""
+
+    def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = LLTokenizer(
+            tokenizer_json.decode(), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
+        )
+        self._limits = LLParserLimits(verbose_errors=False)
+        self._vocab_size = vocab_size
+        self._has_end = bool(eos_token_ids)
+        self._bounds_by_byte = _bounds_by_byte()
+        self._compiled: OrderedDict[StructuredSpec, LLMatcher] = OrderedDict()
+
+    def compile(self, spec: StructuredSpec) -> "GuidanceConstraint":
+        matcher = self._compiled.get(spec)
+        if matcher is None:
+            matcher = self._compile(spec)
+            self._compiled[spec] = matcher
+            if len(self._compiled) > _CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+        else:
+            self._compiled.move_to_end(spec)
+        return GuidanceConstraint(matcher.deep_copy(), self._vocab_size, self._bounds_by_byte)
+
+    def _compile(self, spec: StructuredSpec) -> LLMatcher:
+        if not self._has_end:
+            raise _refusal(spec, "this model has no end token, so a structured output could not end")
+        size = len(spec.spec.encode())
+        if size > MAX_SPEC_BYTES:
+            raise _refusal(spec, f"the specification has {size} bytes, at most {MAX_SPEC_BYTES} are compiled")
+        try:
+            grammar = _grammar(spec)
+        except (ValueError, RecursionError) as error:
+            raise _refusal(spec, str(error)) from error
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise _refusal(spec, matcher.get_error())
+        return matcher
+
+
+class GuidanceConstraint:
+    """One sequence's place in a grammar."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, bounds_by_byte: NDArray[np.float32]) -> None:
+        self._matcher = matcher
+        self._bounds_by_byte = bounds_by_byte
+        self._bits = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
+        self.num_tokens = 0
+        self.complete = False
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take in output tokens. Once complete, further tokens (end tokens that were ignored) change nothing."""
+        self.num_tokens += len(tokens)
+        for token in tokens:
+            if self.complete:
+                return
+            if not self._matcher.consume_token(token):
+                raise self._dead_end()
+            self.complete = self._matcher.is_stopped()
+
+    def mask(self, logits: NDArray[np.float32]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        if self._matcher.is_error():
+            raise self._dead_end()
+        if not self._bits.any():
+            raise DeadEndError("structured output: no token can follow under the grammar")
+        bounds = self._bounds_by_byte[self._bits.view(np.uint8)].reshape(-1)
+        np.minimum(logits, bounds[: len(logits)], out=logits)
+
+    def _dead_end(self) -> DeadEndError:
+        return DeadEndError(f"structured output: {_shorten(self._matcher.get_error())}")
+
+
+def _bounds_by_byte() -> NDArray[np.float32]:
+    """For each byte of a bitmask, upper bounds for the eight logits it covers."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.where(bits == 1, np.inf, -np.inf).astype(np.float32)
+
+
+def _grammar(spec: StructuredSpec) -> str:
+    """The specification in llguidance's own format. Raises `ValueError` or `RecursionError`."""
+    match spec.kind:
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema(
+                '{"type": "object"}', overrides={"whitespace_pattern": _JSON_BLANKS}
+            )
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(spec.spec, overrides={"whitespace_pattern": _JSON_BLANKS})
+        case "regex":
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.spec, _ASCII_CLASSES)}/")
+        case "choice":
+            return LLMatcher.grammar_from_lark(_choice_grammar(spec.spec))
+        case "grammar":
+            return LLMatcher.grammar_from_lark(_lark(spec.spec))
+
+
+def _choice_grammar(spec: str) -> str:
+    choices = json.loads(spec)
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError("choices must be a list of one or more strings")
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def _lark(text: str) -> str:
+    try:
+        return any_to_lark(text)
+    except RecursionError:
+        raise ValueError("the grammar is nested too deeply") from None
+    except Exception as error:  # the converter raises bare exceptions
+        raise ValueError(str(error)) from error
+
+
+def _refusal(spec: StructuredSpec, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"{spec.kind}: {_shorten(reason)}", param=_FIELDS[spec.kind])
+
+
+def _shorten(message: str) -> str:
+    message = message.split("<state>", 1)[0].strip()
+    return message if len(message) <= _MESSAGE_CHARS else message[:_MESSAGE_CHARS] + " ..."
