@@ -1,0 +1,77 @@
+"""Entry of a supervised process: takes its configuration from an inherited file, reports over an inherited pipe.
+
+Dies with its supervisor, whatever kills that (PDEATHSIG). Never sees secrets on its command line or in its environment.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from headwater.config.schema import ServeConfig
+from headwater.deploy.logs import configure_logging
+from headwater.deploy.reports import Reporter
+from headwater.deploy.supervision import FAILED_EXIT, PERMANENT_EXIT
+from headwater.errors import ConfigError, HeadwaterError, ModelError
+
+_PR_SET_PDEATHSIG = 1
+_READ_BYTES = 1 << 20
+
+RunPart = Callable[[ServeConfig, int, Reporter], None]
+"""(configuration, index, reporter): runs until the process is told to leave."""
+
+
+def main(argv: Sequence[str], run_parts: Mapping[str, RunPart]) -> int:
+    """Run the part that the command line names; the exit code is for the supervisor."""
+    args = _parse(argv, list(run_parts))
+    die_with_parent(args.parent_pid)
+    config = read_config(args.config_fd)
+    configure_logging(config.runtime, f"{args.kind}-{args.index}")
+    reporter = Reporter(args.report_fd)
+    try:
+        run_parts[args.kind](config, args.index, reporter)
+    except HeadwaterError as error:
+        reporter.failed(error)
+        if config.runtime.log_level == "debug":
+            raise
+        return PERMANENT_EXIT if isinstance(error, ConfigError | ModelError) else FAILED_EXIT
+    except KeyboardInterrupt:
+        return FAILED_EXIT
+    return 0
+
+
+def arguments(kind: str, index: int, config_fd: int, report_fd: int) -> list[str]:
+    """The command line that `main` reads."""
+    words = {"--index": index, "--config-fd": config_fd, "--report-fd": report_fd, "--parent-pid": os.getpid()}
+    return [kind, *(str(word) for pair in words.items() for word in pair)]
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """From now on the kernel kills this process when its parent dies; if that is dead already, leave."""
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        sys.exit(FAILED_EXIT)
+
+
+def read_config(fd: int) -> ServeConfig:
+    """Read from the start whatever the file position, which siblings share."""
+    pieces: list[bytes] = []
+    while piece := os.pread(fd, _READ_BYTES, sum(map(len, pieces))):
+        pieces.append(piece)
+    os.close(fd)
+    return msgspec.json.decode(b"".join(pieces), type=ServeConfig)
+
+
+def _parse(argv: Sequence[str], kinds: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("kind", choices=kinds)
+    for name in ("--index", "--config-fd", "--report-fd", "--parent-pid"):
+        parser.add_argument(name, type=int, required=True)
+    return parser.parse_args(argv)

@@ -1,0 +1,292 @@
+"""What a supervisor decides: which process to start, end or give up, and when. Pure: events in, actions out.
+
+    starting ──all ready──> (AllReady) ──serving()──> serving
+        └────────────┬──────────────────────────────────┘
+              stop, no progress in time, or all of a kind given up
+                     v
+    stopping: frontends drain first, while workers still serve their streams; then workers; then Finish
+
+Invariants, checked by `check()`: at most one live process per part; after `stop` nothing is started; `Finish` comes
+exactly once and only when nothing is alive. A process that fails with `PERMANENT_EXIT` before it was ever ready is not
+started again, because the same configuration would fail the same way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headwater.deploy.restarts import RestartLimits, RestartPolicy
+
+Kind = Literal["frontend", "worker"]
+
+PERMANENT_EXIT = 2
+"""Exit code of a process whose configuration or model cannot work."""
+NOT_READY_EXIT = 3
+FAILED_EXIT = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """One supervised process of the graph."""
+
+    kind: Kind
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """Ask to drain and leave."""
+
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Restarting:
+    """News: it died and will be started again in `delay_s`."""
+
+    part: Part
+    reason: str
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """News: it will not be started again."""
+
+    part: Part
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllReady:
+    """News: every part that is left has reported ready. Comes once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """News: the graph is being drained."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    code: int
+    reason: str
+
+
+Action = Start | Terminate | Kill | Restarting | GaveUp | AllReady | Stopping | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    restarts: RestartLimits = field(default_factory=RestartLimits)
+    ready_timeout_s: float = 600.0
+    """Without any progress while starting; 0 for no limit."""
+    drain_timeout_s: float = 30.0
+    exit_grace_s: float = 5.0
+    """What a process gets beyond its own drain time before it is killed."""
+
+
+Status = Literal["down", "starting", "ready", "waiting", "given_up"]
+_ALIVE = ("starting", "ready")
+
+
+@dataclass(slots=True)
+class _State:
+    policy: RestartPolicy
+    status: Status = "down"
+    ready_at: float = 0.0
+    ever_ready: bool = False
+    start_at: float | None = None
+    kill_at: float | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.status in _ALIVE
+
+
+@dataclass(slots=True)
+class _Ending:
+    """Why and how far the graph is being stopped."""
+
+    code: int
+    reason: str
+    workers_too: bool = False
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class Supervision:
+    """The state of a graph of processes."""
+
+    parts: Sequence[Part]
+    limits: Limits = field(default_factory=Limits)
+    _states: dict[Part, _State] = field(init=False, default_factory=dict)
+    _ready_by: float | None = field(init=False, default=None)
+    _announced: bool = field(init=False, default=False)
+    _serving: bool = field(init=False, default=False)
+    _ending: _Ending | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._states = {part: _State(RestartPolicy(self.limits.restarts)) for part in self.parts}
+
+    @property
+    def stopping(self) -> bool:
+        return self._ending is not None
+
+    @property
+    def finished(self) -> bool:
+        return self._ending is not None and self._ending.finished
+
+    def status(self, part: Part) -> Status:
+        return self._states[part].status
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do, if nothing happens before."""
+        times = [at for state in self._states.values() for at in (state.start_at, state.kill_at) if at is not None]
+        if self._ready_by is not None:
+            times.append(self._ready_by)
+        return min(times, default=None)
+
+    # Events
+
+    def begin(self, now: float) -> list[Action]:
+        self._extend_ready_deadline(now)
+        return [self._start(part) for part in self.parts]
+
+    def progressed(self, now: float) -> None:
+        """Some part reported that start-up moves on."""
+        self._extend_ready_deadline(now)
+
+    def ready(self, part: Part, now: float) -> list[Action]:
+        state = self._states[part]
+        if state.status != "starting":
+            return []
+        state.status, state.ready_at, state.ever_ready = "ready", now, True
+        self._extend_ready_deadline(now)
+        return self._announce()
+
+    def serving(self) -> None:
+        """The whole answers requests: start-up is over."""
+        self._serving = True
+        self._ready_by = None
+
+    def exited(self, part: Part, now: float, code: int, reason: str) -> list[Action]:
+        state = self._states[part]
+        if not state.alive:
+            return []
+        ready_s = now - state.ready_at if state.status == "ready" else 0.0
+        state.status, state.kill_at = "down", None
+        if self._ending is not None:
+            return self._proceed(now)
+        delay_s = None if code == PERMANENT_EXIT and not state.ever_ready else state.policy.after_exit(ready_s)
+        if delay_s is None:
+            return self._give_up(part, now, code, reason)
+        state.status, state.start_at = "waiting", now + delay_s
+        return [Restarting(part, reason, delay_s)]
+
+    def stop(self, now: float, code: int = 0, reason: str = "asked to stop") -> list[Action]:
+        """The first time: drain. Again: end everything now."""
+        if self._ending is not None:
+            return [Kill(part) for part in self._alive()]
+        self._ending = _Ending(code, reason)
+        self._ready_by = None
+        for state in self._states.values():
+            state.start_at = None
+            if state.status == "waiting":
+                state.status = "down"
+        drain_s = self.limits.drain_timeout_s + self.limits.exit_grace_s
+        return [Stopping(reason), *self._terminate("frontend", now + drain_s), *self._proceed(now)]
+
+    def tick(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for part, state in self._states.items():
+            if state.start_at is not None and state.start_at <= now:
+                actions.append(self._start(part))
+            if state.kill_at is not None and state.kill_at <= now:
+                state.kill_at = None
+                actions.append(Kill(part))
+        if self._ready_by is not None and self._ready_by <= now:
+            waited = f"{self.limits.ready_timeout_s:g} s"
+            missing = ", ".join(str(part) for part, state in self._states.items() if state.status != "ready")
+            reason = f"not ready: no progress for {waited}" + (f" (waiting for {missing})" if missing else "")
+            actions += self.stop(now, NOT_READY_EXIT, reason)
+        return actions
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        for state in self._states.values():
+            assert (state.start_at is not None) == (state.status == "waiting")
+            assert state.kill_at is None or state.alive
+        if self._ending is not None:
+            assert self._ready_by is None
+            assert all(state.status != "waiting" for state in self._states.values())
+            assert not (self._ending.finished and self._alive())
+
+    # Decisions
+
+    def _start(self, part: Part) -> Start:
+        state = self._states[part]
+        state.status, state.start_at = "starting", None
+        return Start(part)
+
+    def _announce(self) -> list[Action]:
+        left = [state.status for state in self._states.values() if state.status != "given_up"]
+        if self._announced or self._ending is not None or any(status != "ready" for status in left):
+            return []
+        self._announced = True
+        return [AllReady()]
+
+    def _give_up(self, part: Part, now: float, code: int, reason: str) -> list[Action]:
+        state = self._states[part]
+        state.status = "given_up"
+        if state.policy.failures > self.limits.restarts.max_restarts:
+            reason = f"{reason} (failed {state.policy.failures} times in a row)"
+        actions: list[Action] = [GaveUp(part, reason)]
+        if all(other.status == "given_up" for same, other in self._states.items() if same.kind == part.kind):
+            final = PERMANENT_EXIT if code == PERMANENT_EXIT else FAILED_EXIT
+            return [*actions, *self.stop(now, final, f"no {part.kind} is left; {part}: {reason}")]
+        return [*actions, *self._announce()]
+
+    def _proceed(self, now: float) -> list[Action]:
+        """Go on with stopping as far as what has left allows."""
+        ending = self._ending
+        if ending is None or ending.finished:
+            return []
+        alive = self._alive()
+        if not alive:
+            ending.finished = True
+            return [Finish(ending.code, ending.reason)]
+        if not ending.workers_too and all(part.kind != "frontend" for part in alive):
+            ending.workers_too = True
+            return self._terminate("worker", now + self.limits.exit_grace_s)
+        return []
+
+    def _terminate(self, kind: Kind, kill_at: float) -> list[Action]:
+        actions: list[Action] = []
+        for part in self._alive():
+            if part.kind == kind:
+                self._states[part].kill_at = kill_at
+                actions.append(Terminate(part))
+        return actions
+
+    def _alive(self) -> list[Part]:
+        return [part for part, state in self._states.items() if state.alive]
+
+    def _extend_ready_deadline(self, now: float) -> None:
+        if self.limits.ready_timeout_s > 0 and not self._serving and self._ending is None:
+            self._ready_by = now + self.limits.ready_timeout_s

@@ -1,0 +1,229 @@
+"""The supervisor's decisions: scripted cases, and a machine that feeds it any order of events."""
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headwater.deploy.restarts import RestartLimits
+from headwater.deploy.supervision import (
+    Action,
+    AllReady,
+    Finish,
+    GaveUp,
+    Kill,
+    Limits,
+    Part,
+    Restarting,
+    Start,
+    Stopping,
+    Supervision,
+    Terminate,
+)
+
+F0, W0, W1 = Part("frontend", 0), Part("worker", 0), Part("worker", 1)
+LIMITS = Limits(restarts=RestartLimits(max_restarts=2), ready_timeout_s=100.0, drain_timeout_s=30.0, exit_grace_s=5.0)
+
+
+def running() -> Supervision:
+    core = Supervision([F0, W0, W1], LIMITS)
+    core.begin(0.0)
+    for part in (F0, W0):
+        assert core.ready(part, 1.0) == []
+    assert core.ready(W1, 2.0) == [AllReady()]
+    core.serving()
+    return core
+
+
+def test_everything_starts_frontends_first() -> None:
+    core = Supervision([F0, W0, W1], LIMITS)
+    assert core.begin(0.0) == [Start(F0), Start(W0), Start(W1)]
+
+
+def test_a_dead_worker_comes_back_after_its_delay() -> None:
+    core = running()
+    assert core.exited(W0, 10.0, -9, "killed") == [Restarting(W0, "killed", 0.5)]
+    assert core.tick(10.4) == []
+    assert core.next_deadline() == 10.5
+    assert core.tick(10.5) == [Start(W0)]
+    assert core.next_deadline() is None
+
+
+def test_a_crash_loop_ends_and_the_others_go_on() -> None:
+    core = running()
+    for now in (10.0, 20.0):
+        core.exited(W0, now, 1, "boom")
+        core.tick(now + 5)
+    actions = core.exited(W0, 30.0, 1, "boom")
+    assert actions == [GaveUp(W0, "boom (failed 3 times in a row)")]
+    assert not core.stopping
+    assert core.status(W1) == "ready"
+
+
+def test_when_the_last_worker_is_given_up_the_frontend_drains_and_it_ends_with_1() -> None:
+    core = Supervision([F0, W0], Limits(restarts=RestartLimits(max_restarts=0)))
+    core.begin(0.0)
+    actions = core.exited(W0, 1.0, 1, "boom")
+    assert [type(action) for action in actions] == [GaveUp, Stopping, Terminate]
+    (finish,) = core.exited(F0, 2.0, 0, "")
+    assert isinstance(finish, Finish)
+    assert finish.code == 1
+    assert "no worker is left; worker-0: boom" in finish.reason
+
+
+def test_a_configuration_that_cannot_work_is_not_tried_again() -> None:
+    core = Supervision([F0, W0], LIMITS)
+    core.begin(0.0)
+    assert core.exited(W0, 1.0, 2, "no such model")[0] == GaveUp(W0, "no such model")
+    (finish,) = core.exited(F0, 2.0, 0, "")
+    assert isinstance(finish, Finish)
+    assert finish.code == 2
+
+
+def test_the_same_exit_after_having_been_ready_is_tried_again() -> None:
+    core = running()
+    assert core.exited(W0, 3.0, 2, "folder gone for a moment") == [Restarting(W0, "folder gone for a moment", 0.5)]
+
+
+def test_workers_outlive_frontends_while_draining() -> None:
+    core = running()
+    assert core.stop(10.0) == [Stopping("asked to stop"), Terminate(F0)]
+    assert core.tick(44.9) == []
+    assert core.exited(F0, 20.0, 0, "") == [Terminate(W0), Terminate(W1)]
+    assert core.exited(W0, 20.1, 0, "") == []
+    assert core.exited(W1, 20.2, 0, "") == [Finish(0, "asked to stop")]
+
+
+def test_what_does_not_leave_in_time_is_killed() -> None:
+    core = running()
+    core.stop(10.0)
+    assert core.tick(45.0) == [Kill(F0)]
+    assert core.tick(50.0) == []
+    core.exited(F0, 45.1, -9, "")
+    assert core.tick(50.1) == [Kill(W0), Kill(W1)]
+
+
+def test_asked_twice_everything_is_killed_now() -> None:
+    core = running()
+    core.stop(10.0)
+    assert core.stop(10.5) == [Kill(F0), Kill(W0), Kill(W1)]
+
+
+def test_stop_during_back_off_starts_nothing() -> None:
+    core = running()
+    core.exited(W0, 10.0, 1, "boom")
+    core.stop(10.1)
+    assert core.tick(100.0) == [Kill(F0)]
+
+
+def test_no_progress_in_time_ends_with_3_but_progress_buys_time() -> None:
+    core = Supervision([F0, W0], LIMITS)
+    core.begin(0.0)
+    core.ready(F0, 1.0)
+    core.progressed(90.0)
+    assert core.tick(189.0) == []
+    stopping, terminate = core.tick(190.0)
+    assert isinstance(stopping, Stopping)
+    assert "no progress for 100 s (waiting for worker-0)" in stopping.reason
+    assert terminate == Terminate(F0)
+    core.exited(F0, 190.1, 0, "")
+    (finish,) = core.exited(W0, 190.2, -9, "")
+    assert isinstance(finish, Finish)
+    assert finish.code == 3
+
+
+def test_with_one_worker_given_up_the_rest_is_ready() -> None:
+    core = Supervision([F0, W0, W1], Limits(restarts=RestartLimits(max_restarts=0)))
+    core.begin(0.0)
+    core.ready(F0, 1.0)
+    core.ready(W0, 1.0)
+    assert core.exited(W1, 2.0, 1, "boom") == [GaveUp(W1, "boom (failed 1 times in a row)"), AllReady()]
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Processes that start, become ready, fail and obey (or not) in any order, beside the decisions."""
+
+    @initialize(frontends=st.integers(1, 2), workers=st.integers(1, 3), restarts=st.integers(0, 3))
+    def begin(self, frontends: int, workers: int, restarts: int) -> None:
+        parts = [Part("frontend", i) for i in range(frontends)] + [Part("worker", i) for i in range(workers)]
+        self.core = Supervision(parts, Limits(restarts=RestartLimits(max_restarts=restarts)))
+        self.now = 0.0
+        self.alive: set[Part] = set()
+        self.killed: set[Part] = set()
+        self.finish: Finish | None = None
+        self.stopped = False
+        self.take(self.core.begin(self.now))
+
+    def take(self, actions: list[Action]) -> None:
+        for action in actions:
+            assert self.finish is None, "nothing may follow Finish"
+            match action:
+                case Start(part):
+                    assert part not in self.alive
+                    assert not self.stopped, "started while stopping"
+                    self.alive.add(part)
+                    self.killed.discard(part)
+                case Terminate(part) | Kill(part):
+                    assert part in self.alive
+                    if isinstance(action, Kill):
+                        self.killed.add(part)
+                case Stopping():
+                    assert not self.stopped
+                    self.stopped = True
+                case Finish():
+                    assert not self.alive
+                    self.finish = action
+
+    @precondition(lambda self: self.finish is None and self.alive)
+    @rule(data=st.data(), code=st.sampled_from([0, 1, 2, -9]))
+    def exit(self, data: Any, code: int) -> None:
+        part = data.draw(st.sampled_from(sorted(self.alive)))
+        self.alive.discard(part)
+        self.killed.discard(part)
+        self.take(self.core.exited(part, self.now, code, "reason"))
+
+    @precondition(lambda self: self.finish is None and self.alive)
+    @rule(data=st.data())
+    def ready(self, data: Any) -> None:
+        self.take(self.core.ready(data.draw(st.sampled_from(sorted(self.alive))), self.now))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 10.0, 700.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.take(self.core.tick(self.now))
+
+    @rule()
+    def stop(self) -> None:
+        again = self.stopped
+        self.take(self.core.stop(self.now))
+        if again:
+            assert self.killed == self.alive
+
+    @rule()
+    def serving(self) -> None:
+        self.core.serving()
+
+    @invariant()
+    def consistent(self) -> None:
+        self.core.check()
+        assert self.core.finished == (self.finish is not None)
+        if self.finish is None:
+            waiting = self.core.next_deadline() is not None
+            assert self.alive or waiting, "nothing runs and nothing is due: it would wait for ever"
+
+    def teardown(self) -> None:
+        """Once stopped, obeying every kill always ends it."""
+        if not hasattr(self, "core") or self.finish is not None:
+            return
+        self.take(self.core.stop(self.now))
+        while self.finish is None:
+            self.now += 1.0
+            self.take(self.core.tick(self.now))
+            for part in sorted(self.killed & self.alive):
+                self.alive.discard(part)
+                self.take(self.core.exited(part, self.now, -9, "killed"))
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
