@@ -57,3 +57,16 @@ def chain_block_ids(
 def split_block_ids(joined: bytes) -> list[BlockId]:
     """The single ids of a joined run."""
     return [BlockId(joined[i : i + BLOCK_ID_BYTES]) for i in range(0, len(joined), BLOCK_ID_BYTES)]
+
+
+def num_shared_blocks(first: bytes | bytearray, second: bytes | bytearray) -> int:
+    """Length of the common prefix of two joined chains: ids are chained, so bisection finds it."""
+    low, high = 0, min(len(first), len(second)) // BLOCK_ID_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        piece = slice((middle - 1) * BLOCK_ID_BYTES, middle * BLOCK_ID_BYTES)
+        if first[piece] == second[piece]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

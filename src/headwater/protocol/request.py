@@ -1,8 +1,10 @@
 """What a frontend asks of an engine: one `EngineRequest` per sequence (n > 1 is n requests)."""
 
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
+
+from headwater.errors import HeadwaterError
 
 StructuredKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
@@ -82,6 +84,12 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     http_status: int = 500
     retryable: bool = False
     param: str | None = None
+
+    @classmethod
+    def of(cls, error: HeadwaterError) -> Self:
+        """The wire form of an error."""
+        param: str | None = getattr(error, "param", None)
+        return cls(error.code, error.message, error.http_status, error.retryable, param)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

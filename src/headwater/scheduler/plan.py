@@ -10,6 +10,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from headwater.protocol.request import EngineRequest, TokenLogprobs
 
 
@@ -19,7 +21,7 @@ class Sequence:
 
     stream: int
     request: EngineRequest
-    token_ids: array[int]
+    token_ids: "array[int]"
     """typecode 'I': prompt, resumed and generated tokens."""
     num_prompt_tokens: int
     num_computed_tokens: int = 0
@@ -27,7 +29,9 @@ class Sequence:
     num_cached_tokens: int = 0
     """Tokens of the prompt found in the prefix cache at first admission."""
     block_table: list[int] = field(default_factory=list[int])
-    """Block numbers, in order."""
+    """Block numbers, in order; room for every token of the plan. Between two plans it grows at the end, starts anew
+    after a preemption, and an entry that the last slice filled may be replaced by an older block with equal content.
+    An executor that keeps rows of it reads again from the start of the sequence's last slice on."""
     num_preemptions: int = 0
 
     @property
@@ -40,8 +44,7 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-@dataclass(slots=True, frozen=True)
-class Slice:
+class Slice(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens [start, start + num_tokens) of one sequence in this step."""
 
     sequence: Sequence
@@ -51,13 +54,17 @@ class Slice:
     """Whether the last token of the slice is the last of the sequence, so that the next one is drawn."""
 
 
-@dataclass(slots=True, frozen=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     """One step. Decoding slices (one token, sampling) come first, then prefill slices."""
 
     slices: tuple[Slice, ...]
     num_decode: int
     """How many of the slices, at the front, are single-token decodes."""
+    num_prefill_tokens: int = 0
+    prefill_context_tokens: int = 0
+    """Sum over the prefill slices of (tokens x mean context they attend to)."""
+    decode_context_tokens: int = 0
+    """Sum of the context lengths of the decoding sequences."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,167 @@
+"""`CoreEngine`: the `Engine` contract on top of an `EngineCore` and a loop that steps it.
+
+An engine package supplies a `BuildEngine` (executor, card, sizes) and chooses a loop; everything else is here, so that
+all engines of this kind behave alike:
+
+    def create(config: EngineConfig) -> Engine:
+        return CoreEngine(config, lambda progress: build(config, progress), ThreadedLoop())
+
+State on the event-loop side: the open streams (so that nothing is delivered after an abort and every stream gets
+exactly one end) and a mirror of the resident blocks, built from the delivered events, so that a snapshot agrees with
+the events that were delivered before it. Streams are unique over the life of the engine.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from headwater.clock import Clock, RealClock
+from headwater.config.schema import EngineConfig
+from headwater.engines.base import EngineInfo, EngineListener, ProgressSink
+from headwater.engines.core import BuildEngine, BuiltEngine, EngineCore, StepOutcome, refusal
+from headwater.engines.loop import StepLoop
+from headwater.errors import Draining, EngineFailed, HeadwaterError, InternalError
+from headwater.kv.identity import namespace
+from headwater.kv.resident import ResidentBlocks
+from headwater.protocol.events import LoadReport, WorkerEvent
+from headwater.protocol.request import EngineRequest
+from headwater.scheduler.limits import SchedulerLimits
+from headwater.scheduler.scheduler import Scheduler
+from headwater.types import Role
+
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class CoreEngine:
+    """An engine whose steps are planned by the scheduler. See `headwater.engines.base.Engine`."""
+
+    def __init__(self, config: EngineConfig, build: BuildEngine, loop: StepLoop, *, clock: Clock | None = None) -> None:
+        self._config = config
+        self._build = build
+        self._loop = loop
+        self._clock = clock or RealClock()
+        self._listener: EngineListener | None = None
+        self._role: Role = "both"
+        self._open: set[int] = set()
+        self._resident = ResidentBlocks()
+        self._load = LoadReport(0, 0, 0, 0, 0)
+        self._refusing: HeadwaterError | None = InternalError("the engine is not started")
+        self._empty = asyncio.Event()
+        self._closed = False
+
+    async def start(self, listener: EngineListener, progress: ProgressSink) -> EngineInfo:
+        self._listener = listener
+        info = await self._loop.start(self._build_core, progress, self)
+        if not self._closed:
+            self._refusing = None
+        return info
+
+    def submit(self, requests: Sequence[EngineRequest]) -> None:
+        """Hand over to the loop; refusals follow on the next turn of the event loop."""
+        error = self._refusing
+        self._open.update(request.stream for request in requests)
+        if error is None:
+            try:
+                self._loop.submit(requests)
+            except HeadwaterError as refused:
+                error = refused
+        if error is not None:
+            outputs = [refusal(request.stream, error) for request in requests]
+            asyncio.get_running_loop().call_soon(self.on_outcome, StepOutcome(outputs, []))
+
+    def abort(self, streams: Sequence[int]) -> None:
+        known = [stream for stream in streams if stream in self._open]
+        if known:
+            self._open.difference_update(known)
+            self._loop.abort(known)
+            self._wake_drain()
+
+    def load(self) -> LoadReport:
+        """As of the last report delivered."""
+        return self._load
+
+    def resident_blocks(self) -> list[WorkerEvent]:
+        return list(self._resident.snapshot())
+
+    async def set_role(self, role: Role) -> None:
+        """Any role at any time: a role says what is sent here, and this engine can do both."""
+        self._role = role
+
+    async def drain(self, timeout_s: float) -> bool:
+        if self._refusing is None:
+            self._refusing = Draining("this worker is draining; another one will take the request")
+        self._wake_drain()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        return not self._open
+
+    async def close(self) -> None:
+        """End what is open with a retryable error, stop the loop, close the executor. Bounded in time."""
+        error = Draining("this worker was closed")
+        self._refusing = error
+        first = not self._closed
+        self._closed = True
+        if first:
+            self._end_all(error)
+        await self._loop.close(_CLOSE_TIMEOUT_S)
+
+    def on_outcome(self, outcome: StepOutcome) -> None:
+        """From the loop: deliver one step."""
+        if self._listener is None:
+            return
+        opened = self._open
+        outputs = [output for output in outcome.outputs if output.stream in opened]
+        for output in outputs:
+            if output.finish_reason is not None:
+                opened.discard(output.stream)
+        if outputs:
+            self._listener.on_step(outputs)
+        if outcome.events:
+            self._note_events(outcome.events)
+            self._listener.on_events(outcome.events)
+        self._wake_drain()
+
+    def on_failed(self, error: HeadwaterError) -> None:
+        """From the loop: the core is dead."""
+        if self._closed or self._listener is None or isinstance(self._refusing, EngineFailed):
+            return
+        self._refusing = error
+        self._end_all(error)
+        self._listener.on_failed(error)
+
+    def _build_core(self, progress: ProgressSink) -> tuple[EngineCore, EngineInfo]:
+        built = self._build(progress)
+        scheduler = Scheduler(_limits(self._config, built))
+        return EngineCore(scheduler, built.executor, self._clock), built.info
+
+    def _note_events(self, events: list[WorkerEvent]) -> None:
+        for event in events:
+            if isinstance(event, LoadReport):
+                self._load = event
+            else:
+                self._resident.apply(event)
+
+    def _end_all(self, error: HeadwaterError) -> None:
+        outputs = [refusal(stream, error) for stream in self._open]
+        self.on_outcome(StepOutcome(outputs, []))
+
+    def _wake_drain(self) -> None:
+        if self._refusing is not None and not self._open:
+            self._empty.set()
+
+
+def _limits(config: EngineConfig, built: BuiltEngine) -> SchedulerLimits:
+    info = built.info
+    card = info.card
+    return SchedulerLimits(
+        num_blocks=info.kv_blocks,
+        block_size=card.block_size,
+        max_model_len=card.max_model_len,
+        vocab_size=card.vocab_size,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        max_waiting=config.max_waiting,
+        prefix_caching=config.enable_prefix_caching,
+        eos_token_ids=frozenset(card.eos_token_ids),
+        namespace=namespace(card.fingerprint, card.kv_layout),
+    )

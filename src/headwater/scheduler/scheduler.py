@@ -1,0 +1,309 @@
+"""Decides what one engine computes in each step. Events in (add, abort, commit), plans and outputs out; no I/O.
+
+    add -> waiting -> schedule: decodes, then running prefills, then admissions -> executor -> commit
+
+- Every running sequence decodes in every step; what is left of the token budget prefills, in chunks that end at block
+  borders. Seniority is (priority, order of arrival) throughout. The most senior waiting sequence is never overtaken
+  because others would fit sooner, so none starves.
+- A sequence gets the blocks of all its tokens at admission, and admission leaves a reserve for the growth of those
+  that run. Out of blocks, the most junior running sequence is preempted: it keeps its tokens, its blocks stay
+  findable, and it waits in its old place. The most senior one always advances, so the whole does.
+- A sequence whose next block is being computed by another one waits for it (`headwater.scheduler.leaders`).
+- Blocks are free when `abort` returns. A plan in flight is not disturbed: its result for that sequence is dropped.
+
+`now` is in epoch seconds. A scheduler that raised `InternalError` must not be used further.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice, repeat
+
+from headwater.errors import DeadlineExceeded, EngineFailed, HeadwaterError, InternalError, Overloaded
+from headwater.kv.pool import BlockEvent, PrefixMatch
+from headwater.protocol.events import LoadReport
+from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput, TokenLogprobs
+from headwater.scheduler.entry import Entry, State, new_entry
+from headwater.scheduler.limits import SchedulerLimits
+from headwater.scheduler.meter import Meter
+from headwater.scheduler.plan import Sequence, Slice, StepPlan, StepResult
+from headwater.scheduler.roster import Roster
+
+_RESERVE_PART = 100
+"""Admission keeps at least this part of the pool free, one in a hundred, ..."""
+_LOOKAHEAD = 256
+"""Waiting sequences looked at in one step, when those before them wait for a prefix."""
+
+_Prefill = tuple[Entry, int]
+_Draws = Iterator[tuple[int, TokenLogprobs | None]]
+
+
+class Scheduler:
+    """One engine's sequences and blocks."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._block_size = limits.block_size
+        self._roster = Roster(limits)
+        self._meter = Meter()
+        self._num_added = 0
+        self._next_deadline = float("inf")
+        self._plan: StepPlan | None = None
+        self._planned: list[Entry] = []
+        """The entries of the plan's slices."""
+        self._outputs: list[SequenceOutput] = []
+
+    @property
+    def num_open(self) -> int:
+        return len(self._roster.by_stream)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._roster.pool.num_free
+
+    # ---- events in
+
+    def add(self, request: EngineRequest, now: float) -> Sequence:
+        """Take a request. Raises `RequestError` (it can never be served here), `Overloaded`, `DeadlineExceeded`."""
+        roster = self._roster
+        if request.stream in roster.by_stream:
+            raise InternalError(f"stream {request.stream} is open already")
+        if len(roster.waiting) >= self._limits.max_waiting:
+            raise Overloaded(f"{len(roster.waiting)} sequences wait at this worker, the most it takes (max_waiting)")
+        if request.deadline is not None and request.deadline <= now:
+            raise _too_late(request.deadline, now)
+        token_ids = self._limits.check(request)
+        self._num_added += 1
+        entry = new_entry(request, token_ids, self._num_added, self._limits)
+        roster.enlist(entry)
+        if entry.num_tokens >= entry.max_total_tokens:
+            self._outputs.append(entry.output([], "length"))
+            roster.end(entry)
+        elif request.deadline is not None:
+            self._next_deadline = min(self._next_deadline, request.deadline)
+        return entry
+
+    def abort(self, streams: Iterable[int]) -> None:
+        """End these sequences without output; unknown ones are ignored."""
+        for stream in streams:
+            entry = self._roster.by_stream.get(stream)
+            if entry is not None:
+                self._roster.end(entry)
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, to be given back to `commit`; None when there is nothing to compute."""
+        if self._plan is not None:
+            raise InternalError("the last plan was not committed")
+        if now >= self._next_deadline:
+            self._expire(now)
+        self._grow_decodes()
+        decodes = list(self._roster.decoding)
+        prefills = self._choose_prefills(self._limits.max_num_batched_tokens - len(decodes))
+        if not decodes and not prefills:
+            return None
+        self._planned = decodes + [entry for entry, _ in prefills]
+        self._plan = _step_plan(decodes, prefills)
+        return self._plan
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
+        """Take in what was computed. The outputs include those of sequences that ended outside a step."""
+        if plan is not self._plan:
+            raise InternalError("the plan committed is not the last one made")
+        self._plan = None
+        planned, self._planned = self._planned, []
+        num_decode = plan.num_decode
+        num_samples = num_decode + sum([piece.samples for piece in plan.slices[num_decode:]])
+        if len(result.token_ids) != num_samples:
+            raise EngineFailed(f"the executor drew {len(result.token_ids)} tokens where {num_samples} were planned")
+        for stream, reason in result.failures.items():
+            self._fail(stream, EngineFailed(reason))
+        outputs = self.take_outputs()
+        draws = zip(result.token_ids, result.logprobs or repeat(None), strict=False)
+        self._commit_decodes(planned[:num_decode], draws, outputs)
+        self._commit_prefills(planned[num_decode:], plan.slices[num_decode:], draws, outputs)
+        self._meter.note_step(plan, result.duration_ms)
+        return outputs
+
+    # ---- decisions out
+
+    def take_outputs(self) -> list[SequenceOutput]:
+        """Outputs of sequences that ended outside a step: past their deadline, or complete on arrival."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def take_ended(self) -> list[Sequence]:
+        """Sequences that are gone since the last call, for whatever reason."""
+        return self._roster.take_ended()
+
+    def drain_events(self) -> list[BlockEvent]:
+        return self._roster.pool.drain_events()
+
+    def load(self) -> LoadReport:
+        """State and totals, with the timings of the steps since the last `report`."""
+        return self._meter.load(self._roster)
+
+    def report(self) -> LoadReport:
+        """`load`, and the timings in it are not told again."""
+        load = self.load()
+        self._meter.forget_timings()
+        return load
+
+    def check(self) -> None:
+        """Raise `InternalError` when an invariant is broken. Touches everything: for idle time and tests."""
+        self._roster.check()
+
+    # ---- planning
+
+    def _grow_decodes(self) -> None:
+        """Room for one more token in every decoding sequence; juniors are preempted when there is none."""
+        short = [entry for entry in self._roster.decoding if len(entry.token_ids) > entry.num_slots]
+        for entry in short:
+            if entry.state is State.DECODING and self._make_room(entry):
+                self._roster.grow(entry)
+
+    def _make_room(self, entry: Entry) -> bool:
+        """A free block for this sequence, unless it is itself the one to give way."""
+        roster = self._roster
+        while not roster.pool.num_free:
+            victim = roster.most_junior_running()
+            roster.preempt(victim)
+            self._meter.preemptions += 1
+            if victim is entry:
+                return False
+        return True
+
+    def _choose_prefills(self, budget: int) -> list[_Prefill]:
+        """Who prefills how many tokens: those that run, then the most senior waiting ones until one does not fit."""
+        chosen: list[_Prefill] = []
+        for entry in self._roster.prefilling:
+            num_tokens = self._chunk(entry.num_tokens - entry.num_computed_tokens, budget)
+            if not num_tokens:
+                return chosen
+            budget -= self._choose(chosen, entry, num_tokens)
+        for entry in islice(list(self._roster.waiting), _LOOKAHEAD):
+            if self._roster.num_running >= self._limits.max_num_seqs:
+                break
+            match = self._match(entry)
+            if match is None:
+                continue
+            num_tokens = self._chunk(entry.num_tokens - len(match.blocks) * self._block_size, budget)
+            if not num_tokens or not self._fits(entry, match):
+                break
+            self._start(entry, match)
+            budget -= self._choose(chosen, entry, num_tokens)
+        return chosen
+
+    def _choose(self, chosen: list[_Prefill], entry: Entry, num_tokens: int) -> int:
+        entry.planned_in_step = self._meter.steps
+        chosen.append((entry, num_tokens))
+        return num_tokens
+
+    def _chunk(self, remaining: int, budget: int) -> int:
+        """Tokens to prefill now. A part ends at a block border, as it began at one."""
+        return remaining if remaining <= budget else budget - budget % self._block_size
+
+    def _match(self, entry: Entry) -> PrefixMatch | None:
+        """What of a waiting sequence is in the cache; None while another sequence computes what comes next.
+
+        At least one token is left to compute, since its logits are wanted.
+        """
+        roster, step = self._roster, self._meter.steps
+        if roster.leaders.follows(entry, step):
+            return None
+        match = roster.pool.match(entry.block_ids, (entry.num_tokens - 1) // self._block_size)
+        return None if roster.leaders.find(entry, len(match.blocks), step) else match
+
+    def _fits(self, entry: Entry, match: PrefixMatch) -> bool:
+        needed = -(-entry.num_tokens // self._block_size) - len(match.blocks)
+        running = self._roster.num_running
+        reserve = max(running, self._limits.num_blocks // _RESERVE_PART) if running else 0
+        return self._roster.pool.num_free - match.num_evictable - needed >= reserve
+
+    def _start(self, entry: Entry, match: PrefixMatch) -> None:
+        self._roster.start(entry, match)
+        if entry.num_preemptions == 0:
+            cached = min(entry.num_computed_tokens, entry.num_prompt_tokens)
+            entry.num_cached_tokens = entry.unreported_cached_tokens = cached
+            self._meter.cached_tokens += cached
+            self._meter.prompt_tokens += entry.num_prompt_tokens
+
+    # ---- committing
+
+    def _commit_decodes(self, entries: list[Entry], draws: _Draws, outputs: list[SequenceOutput]) -> None:
+        block_size = self._block_size
+        decoding = State.DECODING
+        for entry, (token, logprob) in zip(entries, draws, strict=False):
+            if entry.state is not decoding:
+                continue
+            entry.num_computed_tokens = computed = entry.num_computed_tokens + 1
+            if not computed % block_size:
+                self._commit_blocks(entry, computed // block_size - 1)
+            outputs.append(self._accept(entry, token, logprob))
+
+    def _commit_prefills(
+        self, entries: list[Entry], pieces: tuple[Slice, ...], draws: _Draws, outputs: list[SequenceOutput]
+    ) -> None:
+        for entry, piece in zip(entries, pieces, strict=True):
+            draw = next(draws) if piece.samples else None
+            if entry.state is not State.PREFILLING:
+                continue
+            self._roster.leaders.stop(entry)
+            entry.num_computed_tokens += piece.num_tokens
+            self._commit_blocks(entry, piece.start // self._block_size)
+            if draw is None:
+                self._roster.leaders.lead(entry)
+            else:
+                self._roster.decode(entry)
+                outputs.append(self._accept(entry, *draw))
+
+    def _commit_blocks(self, entry: Entry, first: int) -> None:
+        """Blocks from `first` on that are full now can be found from now on."""
+        last = entry.num_computed_tokens // self._block_size
+        if last > first and self._limits.prefix_caching:
+            entry.extend_block_ids(last, self._block_size)
+            self._roster.pool.commit(entry.block_table, first, last, entry.block_ids)
+
+    def _accept(self, entry: Entry, token: int, logprob: TokenLogprobs | None) -> SequenceOutput:
+        """Append a drawn token and see whether the sequence ends."""
+        token_ids = entry.token_ids
+        if token in entry.stop_ids and len(token_ids) >= entry.stoppable_from:
+            self._roster.end(entry)
+            return entry.output([], "stop", stop_token_id=token)
+        token_ids.append(token)
+        self._meter.generated_tokens += 1
+        if len(token_ids) < entry.max_total_tokens:
+            return entry.output([token], None, logprob)
+        self._roster.end(entry)
+        return entry.output([token], "length", logprob)
+
+    # ---- ends outside a step
+
+    def _fail(self, stream: int, error: HeadwaterError) -> None:
+        entry = self._roster.by_stream.get(stream)
+        if entry is not None:
+            self._outputs.append(entry.output([], "error", error=ErrorInfo.of(error)))
+            self._roster.end(entry)
+
+    def _expire(self, now: float) -> None:
+        timed = [(request.deadline, stream) for stream, request in self._requests() if request.deadline is not None]
+        for deadline, stream in timed:
+            if deadline <= now:
+                self._fail(stream, _too_late(deadline, now))
+        self._next_deadline = min([deadline for deadline, _ in timed if deadline > now], default=float("inf"))
+
+    def _requests(self) -> list[tuple[int, EngineRequest]]:
+        return [(stream, entry.request) for stream, entry in self._roster.by_stream.items()]
+
+
+def _step_plan(decodes: list[Entry], prefills: list[_Prefill]) -> StepPlan:
+    slices = [Slice(entry, entry.num_computed_tokens, 1, True) for entry in decodes]
+    decode_context = sum([piece.start for piece in slices]) + len(slices)
+    prefill_context = 0
+    for entry, num_tokens in prefills:
+        start = entry.num_computed_tokens
+        slices.append(Slice(entry, start, num_tokens, start + num_tokens == entry.num_tokens))
+        prefill_context += num_tokens * (2 * start + num_tokens + 1) // 2
+    prefill_tokens = sum([num_tokens for _, num_tokens in prefills])
+    return StepPlan(tuple(slices), len(decodes), prefill_tokens, prefill_context, decode_context)
+
+
+def _too_late(deadline: float, now: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the request's deadline passed {now - deadline:.3f} s ago")
