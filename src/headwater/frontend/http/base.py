@@ -23,6 +23,10 @@ class HttpRequest:
     client: str
     """Address of the peer."""
     path_params: dict[str, str] = field(default_factory=dict[str, str])
+    request_id: str = ""
+    """The client's `x-request-id` where it is acceptable, else a fresh one; the answer carries it."""
+    received: float = 0.0
+    """Monotonic seconds when the request was complete."""
 
 
 class Responder(Protocol):
@@ -61,3 +65,9 @@ class Responder(Protocol):
 
 Handler = Callable[[HttpRequest, Responder], Awaitable[None] | None]
 """Plain functions run on the loop; coroutines become tasks that are cancelled when the server stops hard."""
+
+OnAnswered = Callable[[HttpRequest, int, bool], None]
+"""(request, status, complete): once per request, when the last byte was handed over or the client is gone.
+
+Status 0 means that the client left before an answer began.
+"""

@@ -1,0 +1,60 @@
+"""Bytes of answers: status lines, the cached date, error bodies in OpenAI's shape."""
+
+import math
+import time
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import msgspec
+
+from headwater.errors import HeadwaterError, RequestError, Unavailable
+from headwater.frontend.http.base import Headers
+
+JSON = (b"content-type", b"application/json")
+
+STATUS_LINES: dict[int, bytes] = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+
+
+def date_line(epoch: float) -> bytes:
+    """`date: Thu, 01 Jan 1970 00:00:00 GMT`, whatever the locale."""
+    t = time.gmtime(epoch)
+    day, month = _DAYS[t.tm_wday], _MONTHS[t.tm_mon - 1]
+    return (
+        f"date: {day}, {t.tm_mday:02} {month} {t.tm_year:04} {t.tm_hour:02}:{t.tm_min:02}:{t.tm_sec:02} GMT\r\n"
+    ).encode()
+
+
+def status_line(status: int) -> bytes:
+    return STATUS_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole answer made before or instead of a handler's."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+def error_reply(status: int, message: str, *, code: str | None = None, param: str | None = None) -> Reply:
+    """An answer in OpenAI's error shape."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    return Reply(status, (JSON,), body)
+
+
+def reply_for(error: HeadwaterError) -> Reply:
+    """The answer to a request that failed with `error`."""
+    param = error.param if isinstance(error, RequestError) else None
+    reply = error_reply(error.http_status, error.message, code=error.code, param=param)
+    if not isinstance(error, Unavailable):
+        return reply
+    retry_after = b"%d" % max(1, math.ceil(error.retry_after_s))
+    return Reply(reply.status, (*reply.headers, (b"retry-after", retry_after)), reply.body)
