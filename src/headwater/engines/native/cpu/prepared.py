@@ -1,0 +1,264 @@
+"""The prepared weight file: panels ready to be mapped, one copy in the page cache for all workers of a host.
+
+File: header (magic, version, place, size and SHA-256 of the index), tensors at 4096-byte borders, index (JSON). It is
+written once under a lock and renamed into place when complete. Whatever does not fit exactly (other version, damaged
+index, wrong sizes) is rebuilt, never trusted. Where the folder cannot be written, the same bytes live in memory of
+this process alone.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import re
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import msgspec
+import numpy as np
+import torch
+
+from headwater.engines.base import Progress, ProgressSink
+from headwater.engines.native.base import Checkpoint
+from headwater.engines.native.cpu.layout import TensorPlan, model_plan
+from headwater.engines.native.cpu.panels import LAYOUT_VERSION, PanelKind, holds, pack
+from headwater.errors import InternalError, ModelError
+
+logger = logging.getLogger(__name__)
+
+WeightsDtype = Literal["auto", "float32", "bfloat16", "float16"]
+LOCK_TIMEOUT_S = 1800.0
+
+_MAGIC = b"HWPANELS"
+_HEADER = struct.Struct("<8sIIQ32s")  # magic, version, index bytes, index offset, index digest
+_ALIGNMENT = 4096
+_MAX_INDEX_BYTES = 64 * 1024 * 1024
+_PACK_ROWS = 4096
+_POPULATE_BYTES = 256 * 1024 * 1024
+_MADV_POPULATE_READ = 22
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where one tensor lies."""
+
+    name: str
+    kind: int
+    offset: int
+    nbytes: int
+
+
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    fingerprint: str
+    dtype: str
+    entries: list[Entry]
+
+
+class _Unfit(InternalError):
+    """The file is not the one wanted; the message says why."""
+
+
+class PreparedWeights:
+    """A mapped prepared file. Addresses stay valid until `close`."""
+
+    def __init__(self, mapping: mmap.mmap, entries: Sequence[Entry]) -> None:
+        self._mapping = mapping
+        self._bytes = np.frombuffer(mapping, dtype=np.uint8)
+        self._entries = {entry.name: entry for entry in entries}
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._mapping)
+
+    def kind(self, name: str) -> PanelKind:
+        return PanelKind(self._entries[name].kind)
+
+    def address(self, name: str) -> int:
+        return self._bytes.ctypes.data + self._entries[name].offset
+
+    def optional_address(self, name: str) -> int | None:
+        return self.address(name) if name in self._entries else None
+
+    def close(self) -> None:
+        del self._bytes
+        self._mapping.close()
+
+
+def prepare(checkpoint: Checkpoint, dtype: WeightsDtype, folder: Path, progress: ProgressSink) -> PreparedWeights:
+    """Map the prepared weights of `checkpoint`, building them first where needed."""
+    plans = model_plan(checkpoint.config)
+    path = folder / _file_name(checkpoint, dtype)
+    wanted = Index(checkpoint.fingerprint, dtype, [])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _map_or_build(path, plans, wanted, checkpoint, progress)
+    except OSError as error:
+        logger.warning("cannot keep prepared weights in %s (%s): this process holds its own copy", folder, error)
+    with os.fdopen(os.memfd_create("headwater-weights"), "w+b") as file:
+        _write(file, plans, wanted, checkpoint, progress)
+        return _map(file, plans, wanted, progress)
+
+
+def _file_name(checkpoint: Checkpoint, dtype: WeightsDtype) -> str:
+    if not re.fullmatch(r"[0-9a-fA-F]{8,128}", checkpoint.fingerprint):
+        raise ModelError(f"checkpoint fingerprint {checkpoint.fingerprint!r} is not a hex digest")
+    return f"{checkpoint.fingerprint[:40]}-{dtype}-v{LAYOUT_VERSION}.panels"
+
+
+def _map_or_build(
+    path: Path, plans: Sequence[TensorPlan], wanted: Index, checkpoint: Checkpoint, progress: ProgressSink
+) -> PreparedWeights:
+    if weights := _map_path(path, plans, wanted, progress):
+        return weights
+    with _lock(path.with_name(path.name + ".lock"), progress):
+        if weights := _map_path(path, plans, wanted, progress):
+            return weights
+        temporary = path.with_name(path.name + ".partial")  # the lock makes it ours, also when left by a crash
+        try:
+            with temporary.open("w+b") as file:
+                _write(file, plans, wanted, checkpoint, progress)
+                os.fsync(file.fileno())
+                weights = _map(file, plans, wanted, progress)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return weights
+
+
+@contextlib.contextmanager
+def _lock(path: Path, progress: ProgressSink) -> Iterator[None]:
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ModelError(f"another process has held {path} for {LOCK_TIMEOUT_S:.0f} s") from None
+                progress(Progress("convert", detail="another worker is preparing the weights"))
+                time.sleep(0.2)
+        yield
+
+
+def _write(
+    file: BinaryIO, plans: Sequence[TensorPlan], wanted: Index, checkpoint: Checkpoint, progress: ProgressSink
+) -> None:
+    total = sum(plan.parameters for plan in plans)
+    done, entries = 0, []
+    file.write(b"\0" * _HEADER.size)
+    for plan in plans:
+        progress(Progress("convert", done, total, "parameters", plan.name))
+        tensor = plan.read(checkpoint)
+        kind = PanelKind.F32 if plan.inputs is None else _choose(plan, tensor, wanted.dtype)
+        _align(file)
+        offset = file.tell()
+        _write_tensor(file, plan, tensor, kind)
+        entries.append(Entry(plan.name, int(kind), offset, plan.nbytes(kind)))
+        done += plan.parameters
+    progress(Progress("convert", done, total, "parameters"))
+    index = msgspec.json.encode(Index(wanted.fingerprint, wanted.dtype, entries))
+    _align(file)
+    place = file.tell()
+    file.write(index)
+    file.seek(0)
+    file.write(_HEADER.pack(_MAGIC, LAYOUT_VERSION, len(index), place, hashlib.sha256(index).digest()))
+    file.flush()
+
+
+def _align(file: BinaryIO) -> None:
+    file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+
+
+def _choose(plan: TensorPlan, tensor: torch.Tensor, dtype: str) -> PanelKind:
+    """`auto`: the narrowest type that holds every value exactly."""
+    if dtype == "auto":
+        return next(kind for kind in (PanelKind.BF16, PanelKind.F16, PanelKind.F32) if holds(kind, tensor))
+    kind = {"float32": PanelKind.F32, "bfloat16": PanelKind.BF16, "float16": PanelKind.F16}[dtype]
+    if kind is PanelKind.F16 and float(tensor.abs().max()) > torch.finfo(torch.float16).max:
+        raise ModelError(f"{plan.name} has values beyond float16", hint="use --dtype bfloat16 or float32")
+    return kind
+
+
+def _write_tensor(file: BinaryIO, plan: TensorPlan, tensor: torch.Tensor, kind: PanelKind) -> None:
+    """Packs a stretch of rows at a time: memory stays bounded whatever the size."""
+    if plan.inputs is None:
+        values = torch.zeros(plan.nbytes(kind) // 4)
+        values[: tensor.shape[0]] = tensor
+        file.write(values.numpy().data)
+        return
+    for start in range(0, plan.rows, _PACK_ROWS):
+        rows = tensor[start : start + _PACK_ROWS]
+        part = TensorPlan(plan.name, ((plan.name, rows.shape[0]),), plan.inputs)
+        out = torch.empty(part.nbytes(kind), dtype=torch.uint8)
+        pack(rows, kind, out)
+        file.write(out.numpy().data)
+
+
+def _map_path(path: Path, plans: Sequence[TensorPlan], wanted: Index, progress: ProgressSink) -> PreparedWeights | None:
+    try:
+        with path.open("rb") as file:
+            return _map(file, plans, wanted, progress)
+    except FileNotFoundError:
+        return None
+    except _Unfit as error:
+        logger.warning("rebuilding %s: %s", path, error)
+        return None
+
+
+def _map(file: BinaryIO, plans: Sequence[TensorPlan], wanted: Index, progress: ProgressSink) -> PreparedWeights:
+    size = os.fstat(file.fileno()).st_size
+    index = _read_index(file, size)
+    if (index.fingerprint, index.dtype) != (wanted.fingerprint, wanted.dtype):
+        raise _Unfit("it belongs to another checkpoint")
+    if [entry.name for entry in index.entries] != [plan.name for plan in plans]:
+        raise _Unfit("its tensors are not those of this model")
+    for entry, plan in zip(index.entries, plans, strict=True):
+        _check_entry(entry, plan, size)
+    mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    _populate(mapping, size, progress)
+    return PreparedWeights(mapping, index.entries)
+
+
+def _read_index(file: BinaryIO, size: int) -> Index:
+    file.seek(0)
+    header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        raise _Unfit("it is cut off")
+    magic, version, index_bytes, place, digest = _HEADER.unpack(header)
+    if magic != _MAGIC or version != LAYOUT_VERSION:
+        raise _Unfit("it has another format")
+    if index_bytes > _MAX_INDEX_BYTES or place + index_bytes != size:
+        raise _Unfit("its size is wrong")
+    file.seek(place)
+    content = file.read(index_bytes)
+    if hashlib.sha256(content).digest() != digest:
+        raise _Unfit("its index is damaged")
+    try:
+        return msgspec.json.decode(content, type=Index)
+    except msgspec.DecodeError as error:
+        raise _Unfit(f"its index cannot be read: {error}") from error
+
+
+def _check_entry(entry: Entry, plan: TensorPlan, size: int) -> None:
+    if entry.kind not in set(PanelKind) or (plan.inputs is None and entry.kind != PanelKind.F32):
+        raise _Unfit(f"{entry.name} has unknown kind {entry.kind}")
+    fits = 0 <= entry.offset <= size - entry.nbytes and entry.offset % _ALIGNMENT == 0
+    if not fits or entry.nbytes != plan.nbytes(PanelKind(entry.kind)):
+        raise _Unfit(f"{entry.name} lies outside its place")
+
+
+def _populate(mapping: mmap.mmap, size: int, progress: ProgressSink) -> None:
+    """Read the file into the page cache and map its pages now rather than in the first request."""
+    for start in range(0, size, _POPULATE_BYTES):
+        progress(Progress("load", start, size, "bytes"))
+        try:
+            mapping.madvise(_MADV_POPULATE_READ, start, min(_POPULATE_BYTES, size - start))
+        except OSError:  # kernels before 5.14: pages come when touched
+            mapping.madvise(mmap.MADV_WILLNEED)
+            break
+    progress(Progress("load", size, size, "bytes"))
