@@ -1,1 +1,5 @@
-"""Which worker serves a request. Pure core: views and events in, choices out."""
+"""The router: which worker serves a request. Pure: events in, decisions out.
+
+`view` holds what is known of the workers and what was sent to them, `policy` is the contract of a routing policy,
+`policies` has the built-in ones, `router` puts them together.
+"""

@@ -1,0 +1,26 @@
+"""The router: a view and a policy."""
+
+from headwater.errors import NoWorkers
+from headwater.router.policy import Decision, Policy, RouteRequest
+from headwater.router.view import ClusterView, WorkerView
+
+_RETRY_AFTER_S = 2.0
+
+
+class Router:
+    """Answers where a request goes."""
+
+    def __init__(self, view: ClusterView, policy: Policy) -> None:
+        self.view = view
+        self.policy = policy
+
+    def route(self, request: RouteRequest, model: str) -> tuple[WorkerView, Decision]:
+        """Choose a worker. `model` is for the message of `NoWorkers` alone."""
+        workers = self.view.eligible(request.fingerprint)
+        if not workers:
+            raise NoWorkers(f"no worker serves {model} at the moment", retry_after_s=_RETRY_AFTER_S)
+        decision = self.policy.choose(request, workers)
+        winner = self.view.worker(decision.winner)
+        if winner is None:
+            raise NoWorkers(f"the routing policy {self.policy.name} chose {decision.winner}, which is not there")
+        return winner, decision

@@ -1,0 +1,93 @@
+"""The built-in policies, and what every policy must give."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_router_view import connected_view, instance
+
+from headwater.errors import NoWorkers
+from headwater.router.policies import BUILTIN, LeastLoaded, RoundRobin
+from headwater.router.policy import Policy, RouteRequest
+from headwater.router.router import Router
+
+REQUEST = RouteRequest(fingerprint="f1", num_prompt_tokens=100, max_tokens=10)
+
+
+@pytest.mark.parametrize("make", BUILTIN.values())
+@given(loads=st.lists(st.integers(0, 1000), min_size=1, max_size=8), explain=st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_every_policy_chooses_one_of_the_workers_and_explains_when_asked(
+    make: type[Policy], loads: list[int], explain: bool
+) -> None:
+    view = connected_view(*(instance(f"w{i}") for i in range(len(loads))))
+    for worker, tokens in zip(view.eligible("f1"), loads, strict=True):
+        view.book(worker, tokens, 1)
+    policy = make()
+    request = RouteRequest("f1", 100, 10, explain=explain)
+    decision = policy.choose(request, view.eligible("f1"))
+    assert decision.winner in {f"w{i}" for i in range(len(loads))}
+    assert decision.num_candidates == len(loads)
+    assert decision.policy == make.name
+    assert [c.worker_id for c in decision.candidates] == ([f"w{i}" for i in range(len(loads))] if explain else [])
+    for candidate in decision.candidates:
+        assert candidate.total == sum(candidate.parts.values())
+
+
+@pytest.mark.parametrize("make", BUILTIN.values())
+def test_equal_workers_share_equally_and_in_the_same_order_every_time(make: type[Policy]) -> None:
+    view = connected_view(*(instance(f"w{i}") for i in range(4)))
+    first, second = make(), make()
+    order = [first.choose(REQUEST, view.eligible("f1")).winner for _ in range(400)]
+    assert Counter(order) == {f"w{i}": 100 for i in range(4)}
+    assert order == [second.choose(REQUEST, view.eligible("f1")).winner for _ in range(400)]
+
+
+def test_round_robin_ignores_load_and_survives_changes_of_size() -> None:
+    view = connected_view(instance("a"), instance("b"))
+    view.book(view.eligible("f1")[0], 10_000, 1)
+    policy = RoundRobin()
+    assert [policy.choose(REQUEST, view.eligible("f1")).winner for _ in range(4)] == ["a", "b", "a", "b"]
+    view.remove("b")
+    assert policy.choose(REQUEST, view.eligible("f1")).winner == "a"
+
+
+@given(loads=st.lists(st.integers(0, 50), min_size=1, max_size=12), rounds=st.integers(1, 5))
+@settings(max_examples=100, deadline=None)
+def test_least_loaded_always_takes_a_minimum(loads: list[int], rounds: int) -> None:
+    view = connected_view(*(instance(f"w{i:02}") for i in range(len(loads))))
+    workers = view.eligible("f1")
+    for worker, tokens in zip(workers, loads, strict=True):
+        view.book(worker, tokens, 1)
+    policy = LeastLoaded()
+    for _ in range(rounds):
+        winner = view.worker(policy.choose(REQUEST, workers).winner)
+        assert winner is not None
+        assert winner.load_tokens == min(worker.load_tokens for worker in workers)
+
+
+def test_least_loaded_spreads_a_burst_by_its_own_bookings_before_any_report() -> None:
+    view = connected_view(*(instance(f"w{i}") for i in range(4)))
+    router = Router(view, LeastLoaded())
+    for _ in range(40):
+        worker, _ = router.route(REQUEST, "m")
+        view.book(worker, 100, 10)
+    assert {worker.booked_sequences for worker in view.workers} == {10}
+
+
+def test_least_loaded_gives_a_long_prompt_room() -> None:
+    view = connected_view(instance("a"), instance("b"))
+    router = Router(view, LeastLoaded())
+    worker, _ = router.route(REQUEST, "m")
+    view.book(worker, 30_000, 10)
+    for _ in range(50):
+        other, _ = router.route(REQUEST, "m")
+        assert other is not worker
+        view.book(other, 100, 10)
+
+
+def test_without_workers_the_router_says_so() -> None:
+    view = connected_view(instance("a", state="draining"))
+    with pytest.raises(NoWorkers, match="no worker serves the-model"):
+        Router(view, RoundRobin()).route(REQUEST, "the-model")

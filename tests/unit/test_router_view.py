@@ -1,0 +1,213 @@
+"""The cluster view: who may get requests, and bookings that never leak."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from headwater.protocol.cluster import Instance, ModelCard
+from headwater.protocol.events import LoadReport
+from headwater.router.view import Booking, ClusterView, WorkerView
+
+
+def card(fingerprint: str = "f1") -> ModelCard:
+    return ModelCard(
+        name="m",
+        served_names=["m"],
+        fingerprint=fingerprint,
+        architecture="llama",
+        dtype="float32",
+        kv_layout="l",
+        max_model_len=8192,
+        block_size=16,
+        vocab_size=100,
+    )
+
+
+def instance(worker_id: str, *, role="both", state="ready", fingerprint: str = "f1") -> Instance:
+    return Instance(
+        worker_id=worker_id,
+        role=role,
+        state=state,
+        card=card(fingerprint),
+        request_address="inproc://r",
+        event_address="inproc://e",
+        engine="mocker",
+        version=(1, 0),
+    )
+
+
+def report(running: int = 0, waiting: int = 0, prefill: int = 0) -> LoadReport:
+    return LoadReport(
+        num_running=running,
+        num_waiting=waiting,
+        waiting_prefill_tokens=prefill,
+        kv_blocks_total=10,
+        kv_blocks_free=10,
+    )
+
+
+def connected_view(*instances: Instance) -> ClusterView:
+    view = ClusterView()
+    for one in instances:
+        view.put(one)
+        view.set_connected(one.worker_id, True)
+    return view
+
+
+def ids(workers: list[WorkerView]) -> list[str]:
+    return [worker.worker_id for worker in workers]
+
+
+def test_only_connected_ready_workers_of_the_model_that_decode_are_eligible() -> None:
+    view = connected_view(
+        instance("c"),
+        instance("a"),
+        instance("starting", state="starting"),
+        instance("draining", state="draining"),
+        instance("prefill", role="prefill"),
+        instance("decode", role="decode"),
+        instance("other", fingerprint="f2"),
+    )
+    view.put(instance("unconnected"))
+    assert ids(view.eligible("f1")) == ["a", "c", "decode"]
+    assert ids(view.eligible("f2")) == ["other"]
+    assert view.eligible("f3") == []
+
+
+def test_changes_take_effect_at_once() -> None:
+    view = connected_view(instance("a"), instance("b"))
+    assert ids(view.eligible("f1")) == ["a", "b"]
+    view.put(instance("a", state="draining"))
+    assert ids(view.eligible("f1")) == ["b"]
+    view.set_connected("b", False)
+    assert ids(view.eligible("f1")) == []
+    view.put(instance("a"))
+    view.set_connected("b", True)
+    assert ids(view.eligible("f1")) == ["a", "b"]
+    view.remove("a")
+    assert ids(view.eligible("f1")) == ["b"]
+
+
+def test_a_booking_counts_from_submit_to_end_and_its_prefill_to_the_first_token() -> None:
+    view = connected_view(instance("a"))
+    worker = view.eligible("f1")[0]
+    booking = view.book(worker, 1000, 50)
+    assert (worker.booked_prefill_tokens, worker.booked_output_tokens, worker.load_tokens) == (1000, 50, 1050)
+    view.prefilled(booking)
+    view.prefilled(booking)
+    assert worker.load_tokens == 50
+    view.release(booking, 7)
+    view.release(booking, 7)
+    assert (worker.booked_sequences, worker.load_tokens) == (0, 0)
+
+
+def test_expected_output_follows_what_answers_turn_out_to_be() -> None:
+    view = connected_view(instance("a"))
+    worker = view.eligible("f1")[0]
+    for _ in range(100):
+        view.release(view.book(worker, 10, 4096), 20)
+    booking = view.book(worker, 10, 4096)
+    assert 19 <= booking.output_tokens <= 22
+    assert view.book(worker, 10, 5).output_tokens == 5
+
+
+def test_reports_add_the_work_of_others_but_do_not_count_ours_twice() -> None:
+    view = connected_view(instance("a"))
+    worker = view.eligible("f1")[0]
+    view.book(worker, 100, 10)
+    view.report("a", report(running=1, prefill=100))
+    assert worker.foreign_tokens == 0
+    view.report("a", report(running=2, waiting=1, prefill=700))
+    assert worker.foreign_tokens == 600 + 2 * 128
+    assert worker.load_tokens == 110 + 600 + 2 * 128
+    view.report("a", report())
+    assert worker.foreign_tokens == 0
+
+
+def test_bookings_of_a_lost_worker_are_void_also_when_it_comes_back() -> None:
+    view = connected_view(instance("a"))
+    worker = view.eligible("f1")[0]
+    old = view.book(worker, 100, 10)
+    view.set_connected("a", False)
+    assert worker.load_tokens == 0
+    view.set_connected("a", True)
+    new = view.book(worker, 30, 3)
+    view.prefilled(old)
+    view.release(old)
+    assert worker.load_tokens == 33
+    view.release(new)
+    assert worker.load_tokens == 0
+    view.check()
+
+
+class Bookkeeping(RuleBasedStateMachine):
+    """Random lives of workers and bookings, against a plain list of what is open."""
+
+    bookings = Bundle("bookings")
+    names = st.sampled_from(["a", "b", "c"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = ClusterView()
+        self.open: list[tuple[Booking, int]] = []
+
+    def lose(self, worker: WorkerView | None) -> None:
+        self.open = [entry for entry in self.open if entry[0].worker is not worker]
+
+    @rule(name=names, state=st.sampled_from(["starting", "ready", "draining"]))
+    def put(self, name: str, state: str) -> None:
+        self.view.put(instance(name, state=state))
+
+    @rule(name=names)
+    def remove(self, name: str) -> None:
+        self.lose(self.view.worker(name))
+        self.view.remove(name)
+
+    @rule(name=names, connected=st.booleans())
+    def connect(self, name: str, connected: bool) -> None:
+        worker = self.view.worker(name)
+        if worker is not None and worker.connected != connected:
+            self.lose(worker)
+        self.view.set_connected(name, connected)
+
+    @rule(name=names, running=st.integers(0, 50), prefill=st.integers(0, 10_000))
+    def report(self, name: str, running: int, prefill: int) -> None:
+        self.view.report(name, report(running=running, prefill=prefill))
+
+    @rule(target=bookings, prompt=st.integers(0, 5000), most=st.integers(1, 5000), pick=st.integers(0, 5))
+    def book(self, prompt: int, most: int, pick: int) -> Booking | None:
+        workers = self.view.eligible("f1")
+        if not workers:
+            return None
+        booking = self.view.book(workers[pick % len(workers)], prompt, most)
+        self.open.append((booking, prompt))
+        return booking
+
+    @rule(booking=bookings)
+    def prefilled(self, booking: Booking | None) -> None:
+        if booking is not None:
+            self.view.prefilled(booking)
+            self.open = [(b, 0 if b is booking else prompt) for b, prompt in self.open]
+
+    @rule(booking=consumes(bookings), generated=st.none() | st.integers(0, 5000), twice=st.booleans())
+    def release(self, booking: Booking | None, generated: int | None, twice: bool) -> None:
+        if booking is None:
+            return
+        for _ in range(1 + twice):
+            self.view.release(booking, generated)
+        self.open = [entry for entry in self.open if entry[0] is not booking]
+
+    @invariant()
+    def totals_are_sums_of_open_bookings(self) -> None:
+        self.view.check()
+        for worker in self.view.workers:
+            mine = [(b, prompt) for b, prompt in self.open if b.worker is worker]
+            assert worker.booked_sequences == len(mine)
+            assert worker.booked_prefill_tokens == sum(prompt for _, prompt in mine)
+            assert worker.booked_output_tokens == sum(b.output_tokens for b, _ in mine)
+            total = worker.booked_prefill_tokens + worker.booked_output_tokens + worker.foreign_tokens
+            assert worker.load_tokens == total
+
+
+TestBookkeeping = Bookkeeping.TestCase
+TestBookkeeping.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
