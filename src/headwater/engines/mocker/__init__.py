@@ -1,1 +1,1 @@
-"""An engine without a model: the production scheduler and KV accounting, modelled step times, deterministic tokens."""
+"""An engine without a model: real scheduler and KV accounting, modelled time, made-up tokens. No torch, no numpy."""
