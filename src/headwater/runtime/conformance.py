@@ -19,7 +19,7 @@ def on_loop(
 ) -> Callable[Concatenate[Self, P], None]:
     """Run an asynchronous check on a loop of its own; fail if it leaves tasks, threads or descriptors."""
 
-    def run(self: Self, *args: P.args, **kwargs: P.kwargs) -> None:
+    def run(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> None:
         run_leak_checked(check(self, *args, **kwargs))
 
     run.__name__, run.__qualname__, run.__doc__ = check.__name__, check.__qualname__, check.__doc__

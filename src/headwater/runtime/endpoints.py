@@ -1,0 +1,115 @@
+"""Addresses of the planes: where sockets may live and who may reach them.
+
+`ipc` sockets live in a folder closed to other users. `tcp` sockets are bound to one literal address; off the loopback
+they are refused unless the caller says that the network is trusted.
+"""
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+from headwater.errors import ConfigError
+
+_MAX_UNIX_PATH = 100
+"""Unix socket paths end at 107 bytes; the rest is for the suffix of the name."""
+_STALE_AFTER_S = 10.0
+
+
+def default_run_folder() -> Path:
+    """This user's folder for sockets."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(base) / f"headwater-{os.geteuid()}"
+
+
+def ensure_private(folder: Path) -> None:
+    """Make the folder, or check that it is a real one, ours and closed to others."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = os.lstat(folder)
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
+        raise ConfigError(
+            f"folder {folder} has owner {found.st_uid} and mode {mode:04o}",
+            hint=f"it must be a folder of user {os.geteuid()} and closed to others: chmod 700 {folder}",
+        )
+
+
+class IpcEndpoints:
+    """Makes socket paths in one folder and removes those whose process is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        if len(os.fsencode(folder)) + 24 > _MAX_UNIX_PATH:
+            raise ConfigError(
+                f"folder {folder} is too long for sockets: at most {_MAX_UNIX_PATH - 24} bytes",
+                hint="set XDG_RUNTIME_DIR or TMPDIR to a shorter folder",
+            )
+
+    def new(self, purpose: str) -> str:
+        ensure_private(self._folder)
+        self._remove_stale()
+        return f"ipc://{self._folder}/{purpose}-{secrets.token_hex(4)}"
+
+    def _remove_stale(self) -> None:
+        for path in self._folder.iterdir():
+            with contextlib.suppress(OSError):
+                found = path.lstat()
+                old = time.time() - found.st_mtime > _STALE_AFTER_S
+                if stat.S_ISSOCK(found.st_mode) and old and not _listens(path):
+                    path.unlink()
+
+
+class TcpEndpoints:
+    """Ports of one host address, chosen by the system."""
+
+    def __init__(self, host: str, *, insecure: bool) -> None:
+        literal = "127.0.0.1" if host == "localhost" else host
+        try:
+            address = ipaddress.ip_address(literal)
+        except ValueError as error:
+            raise ConfigError(f"bind address {host!r} is neither `ipc` nor an IP address") from error
+        if address.is_unspecified:
+            raise ConfigError(f"bind address {host} names no interface", hint="give the address that others dial")
+        if not address.is_loopback and not insecure:
+            raise ConfigError(
+                f"bind address {host} can be reached from outside, and the planes are not encrypted",
+                hint="bind to ipc or 127.0.0.1, or allow it with insecure=True on a network you trust",
+            )
+        self._host = f"[{literal}]" if address.version == 6 else literal
+
+    def new(self, purpose: str) -> str:
+        return f"tcp://{self._host}:*"
+
+
+Endpoints = IpcEndpoints | TcpEndpoints
+
+
+def parse_bind(bind: str, *, run_folder: Path | None = None, insecure: bool = False) -> Endpoints:
+    """`ipc`, or the literal address to bind tcp sockets to."""
+    if bind == "ipc":
+        return IpcEndpoints(run_folder or default_run_folder())
+    return TcpEndpoints(bind, insecure=insecure)
+
+
+def unlink_ipc(address: str) -> None:
+    """Remove the file of an `ipc` address; nothing for others."""
+    if address.startswith("ipc://"):
+        with contextlib.suppress(OSError):
+            os.unlink(address.removeprefix("ipc://"))
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except BlockingIOError:
+            return True
+        except ConnectionRefusedError:
+            return False
+    return True

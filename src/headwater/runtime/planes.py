@@ -1,0 +1,59 @@
+"""Makes the ends of the request and event planes, so that who uses them need not know what carries them."""
+
+from typing import Protocol
+
+from headwater.runtime.endpoints import Endpoints
+from headwater.runtime.requests.base import RequestListener, WorkerLink
+from headwater.runtime.requests.inproc_transport import InprocAcceptor, InprocDialer, InprocNetwork
+from headwater.runtime.requests.link import Link
+from headwater.runtime.requests.listener import Listener
+from headwater.runtime.requests.zmq_transport import ZmqAcceptor, ZmqDialer
+from headwater.runtime.wire import Limits
+from headwater.runtime.zeromq import ZmqContext
+
+
+class Planes(Protocol):
+    """One per process (`ZmqPlanes`), or one per test and simulated cluster (`InprocPlanes`)."""
+
+    def listener(self) -> RequestListener: ...
+
+    def link(self, address: str, frontend_id: str) -> WorkerLink: ...
+
+    async def close(self) -> None:
+        """To be called after everything made here was closed."""
+        ...
+
+
+class ZmqPlanes:
+    """Between processes. `endpoints` says where listeners bind; links go wherever the address says."""
+
+    def __init__(self, endpoints: Endpoints, limits: Limits | None = None) -> None:
+        self._context = ZmqContext()
+        self._endpoints = endpoints
+        self._limits = limits or Limits()
+
+    def listener(self) -> Listener:
+        return Listener(ZmqAcceptor(self._context, self._endpoints, self._limits), self._limits)
+
+    def link(self, address: str, frontend_id: str) -> Link:
+        return Link(ZmqDialer(self._context, address, self._limits), frontend_id, self._limits)
+
+    async def close(self) -> None:
+        await self._context.term()
+
+
+class InprocPlanes:
+    """Inside one process and one event loop."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self.network = InprocNetwork()
+
+    def listener(self) -> Listener:
+        return Listener(InprocAcceptor(self.network), self._limits)
+
+    def link(self, address: str, frontend_id: str) -> Link:
+        return Link(InprocDialer(self.network, address), frontend_id, self._limits)
+
+    async def close(self) -> None:
+        """Nothing is held."""
