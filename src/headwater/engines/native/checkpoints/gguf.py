@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headwater.engines.native.checkpoints import gguf_config
 from headwater.engines.native.checkpoints.config import check_config
+from headwater.engines.native.checkpoints.layout import check_shapes
 from headwater.errors import ModelError
 from headwater.weights import ResolvedModel
 from headwater.weights.gguf import GgufFile, GgufTensor, read_gguf
@@ -34,6 +35,7 @@ class GgufCheckpoint:
         by_name = {name: tensor for name, (_, tensor) in self._tensors.items()}
         config = gguf_config.gguf_config(shards[0], by_name, self._rope())
         self.config = check_config(replace(config, bos_token_id=model.bos_token_id, eos_token_ids=model.eos_token_ids))
+        check_shapes(self.config, {hf: by_name[name].shape for hf, name in self._names.items()})
         self._interleaved = shards[0].text("general.architecture") == "llama"
 
     def names(self) -> Iterable[str]:

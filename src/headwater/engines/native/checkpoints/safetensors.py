@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headwater.engines.native.checkpoints.config import check_config, parse_config
+from headwater.engines.native.checkpoints.layout import check_shapes
 from headwater.errors import ModelError
 from headwater.weights import ResolvedModel
 
@@ -33,6 +34,7 @@ class SafetensorsCheckpoint:
             for name in _names(file):
                 if self._owner.setdefault(name, number) != number:
                     raise ModelError(f"tensor {name} is in {files[self._owner[name]].name} and in {files[number].name}")
+        check_shapes(self.config, {name: _shape(self._files[number], name) for name, number in self._owner.items()})
 
     def names(self) -> Iterable[str]:
         return self._owner.keys()
@@ -59,3 +61,7 @@ def _open(file: Path) -> safe_open:
 
 def _names(file: safe_open) -> list[str]:
     return list(file.keys())  # type: ignore[no-untyped-call]
+
+
+def _shape(file: safe_open, name: str) -> tuple[int, ...]:
+    return tuple(file.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
