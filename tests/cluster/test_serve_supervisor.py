@@ -93,6 +93,11 @@ def alive(pid: int) -> bool:
         return False
 
 
+def visible(pid: int) -> bytes:
+    """What other users' tools can see of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+
+
 def test_serves_and_stops_in_order() -> None:
     async def scenario() -> None:
         graph = Running(config("worker-0=drains,worker-1=drains,frontend-0=drains", workers=2))
@@ -219,8 +224,7 @@ def test_secrets_are_neither_on_command_lines_nor_in_environments(monkeypatch: p
         graph = Running(config())
         await graph.until(graph.seen.serving.is_set)
         for pid in graph.supervisor.pids().values():
-            seen = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
-            assert b"very-secret" not in seen
+            assert b"very-secret" not in visible(pid)
         assert any("keys 1" in line for line in graph.seen.logs[W0]), "the child must have got the key"
         graph.supervisor.stop()
         await graph.finish()

@@ -1,18 +1,27 @@
-"""Logging of one process: lines for people or JSON for machines, always on stderr."""
+"""Logging of one process: lines for people or JSON for machines, on stderr unless told otherwise."""
 
 import json
 import logging
+import sys
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from headwater.config.schema import RuntimeConfig
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def configure_logging(runtime: RuntimeConfig, part: str) -> None:
+class LogStream(Protocol):
+    """As much of a text stream as logging needs."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> object: ...
+
+
+def configure_logging(runtime: RuntimeConfig, part: str, stream: LogStream | None = None) -> None:
     """Replace whatever handlers there are. Warnings of libraries become log lines too."""
-    handler = logging.StreamHandler()
+    handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(part) if runtime.log_format == "json" else _text_formatter())
     logging.basicConfig(level=runtime.log_level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)

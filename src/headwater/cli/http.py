@@ -1,0 +1,91 @@
+"""Talking to a server from the command line: blocking, stdlib only, bounded."""
+
+import http.client
+import json
+from contextlib import closing
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from headwater.errors import ConfigError, HeadwaterError, Unavailable
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+
+
+class Server:
+    """A base URL, with or without `/v1`."""
+
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 10.0) -> None:
+        self._parts = _checked(url)
+        self._api_key = api_key
+        self._timeout_s = timeout_s
+
+    @property
+    def url(self) -> str:
+        return f"{self._parts.scheme}://{self._parts.netloc}{self._prefix}"
+
+    def get_json(self, path: str) -> Any:
+        """Raises `Unavailable` if nobody answers, `HeadwaterError` for anything but a JSON answer with status 200."""
+        connection, response = self.open("GET", path)
+        with closing(connection):
+            body = response.read(MAX_BODY_BYTES)
+        if response.status != http.client.OK:
+            raise HeadwaterError(f"{self.url}{path} answers {response.status}: {error_message(body)}")
+        try:
+            return json.loads(body)
+        except ValueError as error:
+            raise HeadwaterError(f"{self.url}{path} does not answer in JSON") from error
+
+    def status_of(self, path: str) -> int:
+        connection, response = self.open("GET", path)
+        with closing(connection):
+            response.read(MAX_BODY_BYTES)
+        return response.status
+
+    def open(
+        self, method: str, path: str, body: Any = None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Send a request; the answer's body is still to be read. The caller closes the connection."""
+        headers = {"accept": "application/json, text/event-stream"}
+        if self._api_key:
+            headers["authorization"] = f"Bearer {self._api_key}"
+        content = None
+        if body is not None:
+            content = json.dumps(body).encode()
+            headers["content-type"] = "application/json"
+        connection = self._connection()
+        try:
+            connection.request(method, self._prefix + path, content, headers)
+            return connection, connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise Unavailable(f"no answer from {self.url}: {error or type(error).__name__}") from error
+
+    @property
+    def _prefix(self) -> str:
+        return self._parts.path.rstrip("/").removesuffix("/v1")
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, port = self._parts.hostname or "", self._parts.port
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(host, port, timeout=self._timeout_s)
+
+
+def error_message(body: bytes) -> str:
+    """The message of an OpenAI-shaped error, or the beginning of whatever came."""
+    try:
+        found = json.loads(body)
+        message = found["error"]["message"] if isinstance(found, dict) else None
+    except (ValueError, KeyError, TypeError):
+        message = None
+    return str(message) if message else body[:200].decode(errors="replace").strip() or "no reason given"
+
+
+def _checked(url: str) -> SplitResult:
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    try:
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(f"--url {url}: expected something like http://127.0.0.1:8000")
+    return parts

@@ -1,0 +1,120 @@
+"""`headwater serve [MODEL]`: a whole cluster on this host, supervised until it is told to stop."""
+
+import argparse
+import asyncio
+import os
+import sys
+import threading
+import time
+from contextlib import ExitStack
+
+import msgspec
+from rich.console import Console
+
+from headwater.cli.flags import GRAPH, add_config_flags, add_model, load_from
+from headwater.cli.http import Server
+from headwater.cli.log_writer import LogWriter
+from headwater.cli.serve_display import ServeDisplay, print_ready
+from headwater.config.fields import sections_of
+from headwater.config.schema import ServeConfig
+from headwater.deploy.clusters import ClusterFolder, ClusterRecord, cluster_folder
+from headwater.deploy.local import LocalSupervisor, parts_of
+from headwater.deploy.logs import configure_logging
+from headwater.deploy.ports import base_url, reserved_port
+from headwater.deploy.supervision import Finish
+from headwater.errors import HeadwaterError, Unavailable
+from headwater.protocol.cluster import Instance
+from headwater.runtime.registry.open import open_registry
+
+_POLL_S = 0.1
+_POLL_TIMEOUT_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_config_flags(parser, sections=(GRAPH, *sections_of()))
+
+
+def run(args: argparse.Namespace) -> int:
+    began = time.monotonic()
+    config = load_from(args).config
+    with ExitStack() as held:
+        port = held.enter_context(reserved_port(config.frontend.host, config.frontend.port))
+        folder = held.enter_context(cluster_folder())
+        config = placed(config, port, folder)
+        writer = LogWriter(sys.stderr.buffer)
+        held.callback(writer.close)
+        configure_logging(config.runtime, "supervisor", writer)
+        finish = asyncio.run(Serving(config, writer, began).run())
+    if finish.code:
+        print(f"headwater: error: {finish.reason}", file=sys.stderr)
+    return finish.code
+
+
+def placed(config: ServeConfig, port: int, folder: ClusterFolder) -> ServeConfig:
+    """The configuration with what was left open filled in, and the graph announced to `headwater status`."""
+    registry = config.runtime.registry or (folder.path / "registry").as_uri()
+    url = base_url(config.frontend.host, port)
+    folder.publish(ClusterRecord(pid=os.getpid(), url=url, registry=registry, started=time.time()))
+    return msgspec.structs.replace(
+        config,
+        frontend=msgspec.structs.replace(config.frontend, port=port),
+        runtime=msgspec.structs.replace(config.runtime, registry=registry),
+    )
+
+
+class Serving:
+    """One run of the verb."""
+
+    def __init__(self, config: ServeConfig, writer: LogWriter, began: float) -> None:
+        self._config = config
+        self._began = began
+        self._url = base_url(config.frontend.host, config.frontend.port)
+        self._instances: list[Instance] = []
+        json_logs = config.runtime.log_format == "json"
+        console = Console(stderr=True)
+        live_on = console if console.is_terminal and not json_logs else None
+        self._display = ServeDisplay(writer, parts_of(config), self._print_ready, json_logs=json_logs, live_on=live_on)
+
+    async def run(self) -> Finish:
+        supervisor = LocalSupervisor(self._config, self._display, check_serving=self._until_serving)
+        try:
+            return await supervisor.run()
+        finally:
+            self._display.stop_live()
+
+    async def _until_serving(self) -> None:
+        """Ask as a client would. The supervisor bounds the wait."""
+        enough = threading.Event()
+        try:
+            await asyncio.to_thread(_poll, Server(self._url, timeout_s=_POLL_TIMEOUT_S), enough)
+        finally:
+            enough.set()
+        self._instances = await _instances(self._config)
+
+    def _print_ready(self) -> None:
+        print_ready(sys.stdout, self._config, self._url, self._instances, time.monotonic() - self._began)
+        sys.stdout.flush()
+
+
+def _poll(server: Server, enough: threading.Event) -> None:
+    while not enough.is_set() and not _is_ready(server):
+        enough.wait(_POLL_S)
+
+
+def _is_ready(server: Server) -> bool:
+    try:
+        return server.status_of("/ready") == 200
+    except Unavailable:
+        return False
+
+
+async def _instances(config: ServeConfig) -> list[Instance]:
+    """For the closing table alone: without an answer there is no table, and serving goes on."""
+    registry = open_registry(config.runtime.registry or "")
+    try:
+        return await asyncio.wait_for(registry.instances(), _POLL_TIMEOUT_S)
+    except (HeadwaterError, OSError, TimeoutError):
+        return []
+    finally:
+        await registry.close()

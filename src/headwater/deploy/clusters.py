@@ -1,0 +1,111 @@
+"""Folders of the graphs that run on this host: one private folder each, found by `headwater status`.
+
+    <tmp>/headwater-<uid>/        0700, ours, or refused
+      serve-xxxxxxxx/             0700; also the default place of the embedded registry
+        cluster.json              how to reach it; its flock, held by the supervisor, says that it runs
+
+Paths are kept short, because Unix sockets below them may have 107 bytes at most.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from headwater.errors import ConfigError
+
+_RECORD = "cluster.json"
+_PREFIX = "serve-"
+_MAX_RECORD_BYTES = 64 * 1024
+
+
+class ClusterRecord(msgspec.Struct, frozen=True):
+    """One running graph."""
+
+    pid: int
+    url: str
+    registry: str
+    started: float
+    """Epoch seconds."""
+
+
+class ClusterFolder:
+    """The folder of one graph, for as long as its supervisor runs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path / _RECORD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def publish(self, record: ClusterRecord) -> None:
+        os.pwrite(self._fd, msgspec.json.encode(record), 0)
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._fd)
+
+
+@contextlib.contextmanager
+def cluster_folder() -> Iterator[ClusterFolder]:
+    """A new folder; those that dead supervisors left behind are removed."""
+    base = _base()
+    for path in base.glob(f"{_PREFIX}*"):
+        if _is_stale(path):
+            shutil.rmtree(path, ignore_errors=True)
+    folder = ClusterFolder(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base)))
+    try:
+        yield folder
+    finally:
+        folder.close()
+
+
+def running_clusters() -> list[ClusterRecord]:
+    """The graphs of this user on this host, the newest first."""
+    records = [_read(path / _RECORD) for path in _base().glob(f"{_PREFIX}*") if not _is_stale(path)]
+    return sorted((record for record in records if record), key=lambda record: -record.started)
+
+
+def _base() -> Path:
+    base = Path(tempfile.gettempdir()) / f"headwater-{os.getuid()}"
+    base.mkdir(mode=0o700, exist_ok=True)
+    found = base.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(f"{base} is not a private folder of this user", hint="remove it, or set TMPDIR")
+    return base
+
+
+def _is_stale(path: Path) -> bool:
+    """Nobody holds the lock. A folder without a record is about to get one, unless it is old."""
+    try:
+        fd = os.open(path / _RECORD, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return _age_s(path) > 60.0
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _age_s(path: Path) -> float:
+    """By the file system's own clock, which is what stamped the folder."""
+    with tempfile.TemporaryFile(dir=path.parent) as now:
+        return os.fstat(now.fileno()).st_mtime - path.stat().st_mtime
+
+
+def _read(path: Path) -> ClusterRecord | None:
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(_MAX_RECORD_BYTES), type=ClusterRecord)
+    except (OSError, msgspec.MsgspecError):
+        return None
