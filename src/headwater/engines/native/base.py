@@ -110,6 +110,10 @@ class Backend(Protocol):
     """Layout tag, see `ModelCard.kv_layout`."""
     block_bytes: int
     """Bytes of one block over all layers."""
+    dtype: torch.dtype
+    """Type of activations and KV."""
+    batch_invariant: bool
+    """Whether a row's logits are the same bits alone, in any batch, chunking or block placement."""
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Create the KV storage. Called once, before the first `forward`."""

@@ -47,6 +47,9 @@ class CpuOptions:
 class CpuBackend:
     """`headwater.engines.native.base.Backend` on CPU."""
 
+    dtype = torch.float32
+    batch_invariant = True
+
     def __init__(
         self,
         checkpoint: Checkpoint,
