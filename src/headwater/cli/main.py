@@ -43,7 +43,9 @@ def _run(name: str, arguments: list[str]) -> int:
     from headwater.errors import ConfigError, HeadwaterError
 
     try:
-        return runner_of(name)(parser_of(name).parse_args(arguments))
+        code = runner_of(name)(parser_of(name).parse_args(arguments))
+        sys.stdout.flush()
+        return code
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else OK
     except HeadwaterError as error:

@@ -77,6 +77,4 @@ def _print(models: list[Listed]) -> None:
         size = model.bytes_on_disk
         table.add_row(model.name, model.source, "-" if size is None else about_bytes(size))
     Console(highlight=False).print(table)
-    print(
-        "\nAlso: a folder with safetensors, a GGUF file, or any hub id (org/name, org/name/file.gguf, org/name@revision)."
-    )
+    print("\nOr a folder with safetensors, a GGUF file, or a hub id: org/repo, org/name/file.gguf, org/name@revision.")
