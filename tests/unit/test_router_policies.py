@@ -36,6 +36,21 @@ def test_every_policy_chooses_one_of_the_workers_and_explains_when_asked(
 
 
 @pytest.mark.parametrize("make", BUILTIN.values())
+def test_idle_workers_share_single_requests(make: type[Policy]) -> None:
+    view = connected_view(*(instance(f"w{i}") for i in range(4)))
+    policy = make()
+    counts: Counter[str] = Counter()
+    for _ in range(400):
+        decision = policy.choose(RouteRequest("f1", 100, 10), view.eligible("f1"))
+        counts[decision.winner] += 1
+        worker = view.worker(decision.winner)
+        assert worker is not None
+        view.release(view.book(worker, 100, 10))
+    assert min(counts.values()) >= 60
+    assert len(counts) == 4
+
+
+@pytest.mark.parametrize("make", [RoundRobin, LeastLoaded])
 def test_equal_workers_share_equally_and_in_the_same_order_every_time(make: type[Policy]) -> None:
     view = connected_view(*(instance(f"w{i}") for i in range(4)))
     first, second = make(), make()

@@ -97,6 +97,11 @@ class StepModel:
         step, _, _, _, decode, per_sequence, per_context = self._fit.coefficients
         return step + decode + per_sequence * sequences + per_context * context_tokens
 
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """c0 to c6 of the module docstring."""
+        return self._fit.coefficients
+
     def quality(self) -> FitQuality:
         return self._fit.quality()
 

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import ClassVar
 
-from headwater.router.policy import Candidate, Decision, Policy, RouteRequest
+from headwater.router.baselines import Dynamo, LlmD, PowerOfTwo, Preble, Random, SglangCacheAware
+from headwater.router.delay import Delay
+from headwater.router.policy import Candidate, Decision, Policy, decide
+from headwater.router.request import RouteRequest
 from headwater.router.view import WorkerView
 
 _load_tokens = attrgetter("load_tokens")
@@ -22,7 +25,7 @@ class RoundRobin:
         winner = workers[self._turn % len(workers)]
         self._turn += 1
         candidates = tuple(Candidate(worker.worker_id, 0.0) for worker in workers) if request.explain else ()
-        return Decision(self.name, winner.worker_id, len(workers), candidates)
+        return decide(self.name, request, winner, workers, candidates)
 
 
 class LeastLoaded:
@@ -45,7 +48,7 @@ class LeastLoaded:
             if before.load_tokens < winner.load_tokens:
                 winner = before
         candidates = tuple(map(_explained, workers)) if request.explain else ()
-        return Decision(self.name, winner.worker_id, len(workers), candidates)
+        return decide(self.name, request, winner, workers, candidates)
 
 
 def _explained(worker: WorkerView) -> Candidate:
@@ -57,4 +60,7 @@ def _explained(worker: WorkerView) -> Candidate:
     return Candidate(worker.worker_id, float(worker.load_tokens), parts)
 
 
-BUILTIN: dict[str, type[Policy]] = {policy.name: policy for policy in (RoundRobin, LeastLoaded)}
+BUILTIN: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (Delay, LeastLoaded, RoundRobin, Random, PowerOfTwo, Dynamo, SglangCacheAware, LlmD, Preble)
+}

@@ -10,24 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+from headwater.router.request import RouteRequest as RouteRequest
 from headwater.router.view import WorkerView
-
-
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
-    """What a policy may know of a request: one prompt, `num_sequences` answers to it."""
-
-    fingerprint: str
-    """Of the model: workers with an equal one are exchangeable."""
-    num_prompt_tokens: int
-    max_tokens: int
-    """Per sequence."""
-    num_sequences: int = 1
-    block_ids: bytes = b""
-    """Ids of the prompt's full blocks, 16 bytes each."""
-    session_id: str | None = None
-    explain: bool = False
-    """Whether all candidates are to be listed in the decision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +30,22 @@ class Decision:
     policy: str
     winner: str
     num_candidates: int
+    cached_tokens: int = 0
+    """Prompt tokens that the winner is expected not to compute."""
     candidates: tuple[Candidate, ...] = ()
     """In the order of the workers; empty unless an explanation was asked for."""
+
+
+def decide(
+    policy: str,
+    request: RouteRequest,
+    winner: WorkerView,
+    workers: Sequence[WorkerView],
+    candidates: tuple[Candidate, ...] = (),
+) -> Decision:
+    """The decision for a winner."""
+    cached_tokens = request.cached_tokens.get(winner.worker_id, 0)
+    return Decision(policy, winner.worker_id, len(workers), cached_tokens, candidates)
 
 
 class Policy(Protocol):

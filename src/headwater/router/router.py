@@ -19,6 +19,7 @@ class Router:
         workers = self.view.eligible(request.fingerprint)
         if not workers:
             raise NoWorkers(f"no worker serves {model} at the moment", retry_after_s=_RETRY_AFTER_S)
+        self.view.look_up(request)
         decision = self.policy.choose(request, workers)
         winner = self.view.worker(decision.winner)
         if winner is None:

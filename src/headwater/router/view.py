@@ -8,14 +8,29 @@ Invariants: totals are the sums of the live bookings, never negative; a booking 
 its worker was lost, also if the worker comes back.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from headwater.kv.index import block_keys
+from headwater.perf.model import PerfModel, StepModel
 from headwater.protocol.cluster import Instance
-from headwater.protocol.events import LoadReport
+from headwater.protocol.events import EventSnapshot, LoadReport, WorkerEvent
+from headwater.router.price import StepCosts, prefill_pairs
+from headwater.router.request import RouteRequest
+from headwater.router.residency import Residency
+from headwater.types import WorkerId
 
 _INITIAL_TYPICAL_OUTPUT = 128.0
 _TYPICAL_OUTPUT_WEIGHT = 0.05
 """Of the newest length in the running mean."""
+_TIMINGS_PER_REPORT = 2
+_WELL_KNOWN_SAMPLES = 1000.0
+_WELL_KNOWN_STRIDE = 8
+
+
+def time_class(instance: Instance) -> str:
+    """Workers whose step times are one model: same hardware, same weights, same engine."""
+    return f"{instance.hardware}/{instance.engine}/{instance.card.fingerprint}"
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +42,13 @@ class WorkerView:
     load: LoadReport | None = None
     booked_sequences: int = 0
     booked_prefill_tokens: int = 0
-    """Prompt tokens sent and not known to be computed."""
+    """Prompt tokens sent, expected to be computed there, and not known to be."""
+    booked_prefill_pairs: float = 0.0
+    """Tokens that these attend to, summed."""
+    booked_context_tokens: int = 0
+    """Prompt tokens of the sequences that have not ended."""
+    num_prefilling: int = 0
+    """Sequences of which no token has come."""
     booked_output_tokens: int = 0
     """Expected of the sequences that have not ended."""
     foreign_tokens: int = 0
@@ -36,10 +57,20 @@ class WorkerView:
     """All of the above together: tokens that this worker has yet to compute."""
     life: int = 0
     """Bookings of an earlier life are void."""
+    costs: StepCosts | None = None
+    """Predicted step times of its class; None while nothing is known."""
+    speed_factor: float = 1.0
+    """How much slower than its class it has proven to be."""
+    sent_tokens: int = 0
+    """Prompt tokens ever sent there to be computed."""
 
     @property
     def worker_id(self) -> str:
         return self.instance.worker_id
+
+    @property
+    def num_decoding(self) -> int:
+        return self.booked_sequences - self.num_prefilling
 
     @property
     def eligible(self) -> bool:
@@ -57,15 +88,24 @@ class Booking:
     worker: WorkerView
     life: int
     prefill_tokens: int
-    """Zero once the prompt has been computed."""
+    prefill_pairs: float
+    context_tokens: int
     output_tokens: int
+    keys: Sequence[int]
+    """Of the prompt's blocks: they count as resident until they are computed and the worker tells."""
+    prefilling: bool = True
+    """Until the prompt has been computed."""
     open: bool = True
 
 
 class ClusterView:
     """All workers, by id and by model."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_index_blocks: int = 8_000_000) -> None:
+        self.residency = Residency(max_index_blocks)
+        self.perf = PerfModel()
+        self._costs: dict[str, StepCosts] = {}
+        self._observations = 0
         self._workers: dict[str, WorkerView] = {}
         self._eligible: dict[str, list[WorkerView]] = {}
         self._typical_output: dict[str, float] = {}
@@ -91,7 +131,8 @@ class ClusterView:
         """A worker is there, or its record changed."""
         known = self._workers.get(instance.worker_id)
         if known is None:
-            self._workers[instance.worker_id] = WorkerView(instance)
+            self._workers[instance.worker_id] = WorkerView(instance, costs=self._costs.get(time_class(instance)))
+            self.residency.add_worker(instance.worker_id)
         else:
             known.instance = instance
         self._eligible.clear()
@@ -101,6 +142,8 @@ class ClusterView:
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
             self._end_life(worker)
+            self.residency.remove_worker(worker_id)
+            self.perf.forget_worker(worker_id)
 
     def set_connected(self, worker_id: str, connected: bool) -> None:
         """A worker can be reached from now on, or no longer; what was booked on a lost one is void."""
@@ -110,12 +153,41 @@ class ClusterView:
         self._end_life(worker)
         worker.connected = connected
 
+    def apply(self, worker_id: str, events: Iterable[WorkerEvent]) -> None:
+        """What a worker tells, in order."""
+        if worker_id not in self._workers:
+            return
+        for event in events:
+            if isinstance(event, LoadReport):
+                self.report(worker_id, event)
+            else:
+                self.residency.apply(worker_id, event)
+
+    def rebuild(self, snapshot: EventSnapshot) -> None:
+        """A worker's whole state, in place of all that was known of it."""
+        if snapshot.worker_id in self._workers:
+            self.residency.rebuild(snapshot.worker_id, snapshot.stored)
+            if snapshot.load is not None:
+                self.report(snapshot.worker_id, snapshot.load)
+
+    def look_up(self, request: RouteRequest) -> None:
+        """Fill in which workers hold the request's prefix, and how long its answer may be."""
+        if not request.expected_output_tokens:
+            request.expected_output_tokens = self.typical_output(request.fingerprint)
+        if not request.block_ids:
+            return
+        request.keys = block_keys(request.block_ids)
+        request.cached_tokens = self.residency.cached_tokens(
+            request.keys, request.block_size, request.num_prompt_tokens
+        )
+
     def report(self, worker_id: str, load: LoadReport) -> None:
         worker = self._workers.get(worker_id)
         if worker is None:
             return
         worker.load = load
-        typical = self._typical_output.get(worker.instance.card.fingerprint, _INITIAL_TYPICAL_OUTPUT)
+        self._learn_times(worker, load)
+        typical = self.typical_output(worker.instance.card.fingerprint)
         foreign_sequences = max(0, load.num_running + load.num_waiting - worker.booked_sequences)
         foreign_prefill = max(0, load.waiting_prefill_tokens - worker.booked_prefill_tokens)
         worker.foreign_tokens = foreign_prefill + int(foreign_sequences * typical) if foreign_sequences else 0
@@ -123,23 +195,44 @@ class ClusterView:
 
     # -- bookings -----------------------------------------------------------------------------------------------
 
-    def book(self, worker: WorkerView, num_prompt_tokens: int, max_tokens: int) -> Booking:
-        """A sequence is sent to a worker. `num_prompt_tokens`: those it has to compute."""
-        typical = self._typical_output.get(worker.instance.card.fingerprint, _INITIAL_TYPICAL_OUTPUT)
-        booking = Booking(worker, worker.life, num_prompt_tokens, min(max_tokens, int(typical) + 1))
+    def typical_output(self, fingerprint: str) -> float:
+        """Running mean of the tokens that sequences of a model generate."""
+        return self._typical_output.get(fingerprint, _INITIAL_TYPICAL_OUTPUT)
+
+    def book(
+        self,
+        worker: WorkerView,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        cached_tokens: int = 0,
+        keys: Sequence[int] = (),
+    ) -> Booking:
+        """A sequence is sent to a worker, which is expected to have `cached_tokens` of its prompt."""
+        typical = self.typical_output(worker.instance.card.fingerprint)
+        new_tokens = num_prompt_tokens - cached_tokens
+        pairs = prefill_pairs(new_tokens, cached_tokens)
+        expected = min(max_tokens, int(typical) + 1)
+        booking = Booking(worker, worker.life, new_tokens, pairs, num_prompt_tokens, expected, keys)
+        self.residency.index.predict(WorkerId(worker.worker_id), keys)
+        worker.sent_tokens += new_tokens
         worker.booked_sequences += 1
-        worker.booked_prefill_tokens += num_prompt_tokens
+        worker.num_prefilling += 1
+        worker.booked_prefill_tokens += new_tokens
+        worker.booked_prefill_pairs += pairs
+        worker.booked_context_tokens += num_prompt_tokens
         worker.booked_output_tokens += booking.output_tokens
         worker.refresh()
         return booking
 
     def prefilled(self, booking: Booking) -> None:
         """The prompt has been computed (the first token came)."""
+        if not booking.prefilling:
+            return
+        booking.prefilling = False
         worker = booking.worker
-        if booking.open and booking.life == worker.life and booking.prefill_tokens:
-            worker.booked_prefill_tokens -= booking.prefill_tokens
+        if booking.open and booking.life == worker.life:
+            self._end_prefill(booking)
             worker.refresh()
-        booking.prefill_tokens = 0
 
     def release(self, booking: Booking, num_generated: int | None = None) -> None:
         """The sequence has ended; `num_generated` if it ended by itself, for the guess of the next ones."""
@@ -151,8 +244,10 @@ class ClusterView:
             self._learn(worker.instance.card.fingerprint, num_generated)
         if booking.life != worker.life:
             return
+        if booking.prefilling:
+            self._end_prefill(booking)
         worker.booked_sequences -= 1
-        worker.booked_prefill_tokens -= booking.prefill_tokens
+        worker.booked_context_tokens -= booking.context_tokens
         worker.booked_output_tokens -= booking.output_tokens
         worker.refresh()
 
@@ -163,8 +258,54 @@ class ClusterView:
             assert worker.booked_prefill_tokens >= 0, worker
             assert worker.booked_output_tokens >= 0, worker
             assert worker.foreign_tokens >= 0, worker
+            assert 0 <= worker.num_prefilling <= worker.booked_sequences, worker
+            if worker.num_prefilling == 0:
+                assert worker.booked_prefill_tokens == 0, worker
+                assert worker.booked_prefill_pairs == 0, worker
             if worker.booked_sequences == 0:
-                assert worker.booked_prefill_tokens == worker.booked_output_tokens == 0, worker
+                assert worker.booked_context_tokens == worker.booked_output_tokens == 0, worker
+
+    def _end_prefill(self, booking: Booking) -> None:
+        worker = booking.worker
+        self.residency.index.forget(WorkerId(worker.worker_id), booking.keys)
+        worker.num_prefilling -= 1
+        worker.booked_prefill_tokens -= booking.prefill_tokens
+        # Sums of floats do not cancel to the bit.
+        worker.booked_prefill_pairs = (
+            worker.booked_prefill_pairs - booking.prefill_pairs if worker.num_prefilling else 0.0
+        )
+
+    def _learn_times(self, worker: WorkerView, load: LoadReport) -> None:
+        """A few steps of each report are enough, and fewer once the class is well known."""
+        hardware = time_class(worker.instance)
+        model = self.perf.steps(hardware)
+        if not load.timings:
+            return
+        self._observations += 1
+        if model.quality().num_samples > _WELL_KNOWN_SAMPLES and self._observations % _WELL_KNOWN_STRIDE:
+            return
+        for timing in load.timings[-_TIMINGS_PER_REPORT:]:
+            self.perf.observe_step(hardware, worker.worker_id, timing)
+        self.set_costs(hardware, model, worker.instance.max_num_batched_tokens)
+        worker.speed_factor = self.perf.worker_factor(worker.worker_id)
+
+    def set_costs(self, hardware: str, model: StepModel, chunk_tokens: int) -> None:
+        """Let all workers of a class be priced by this model."""
+        step, prefill, per_token, per_pair, decode, per_sequence, per_context = model.coefficients
+        costs = StepCosts(
+            prefill_step_ms=step + prefill,
+            prefill_token_ms=per_token,
+            prefill_pair_ms=per_pair,
+            decode_step_ms=step + decode,
+            decode_sequence_ms=per_sequence,
+            decode_context_token_ms=per_context,
+            chunk_tokens=max(1, chunk_tokens),
+            spread=self.perf.disagreement(),
+        )
+        self._costs[hardware] = costs
+        for worker in self._workers.values():
+            if time_class(worker.instance) == hardware:
+                worker.costs = costs
 
     def _learn(self, fingerprint: str, num_generated: int) -> None:
         typical = self._typical_output.get(fingerprint)
@@ -177,7 +318,9 @@ class ClusterView:
         worker.life += 1
         worker.connected = False
         worker.load = None
-        worker.booked_sequences = worker.booked_prefill_tokens = worker.booked_output_tokens = 0
+        worker.booked_sequences = worker.num_prefilling = worker.booked_prefill_tokens = 0
+        worker.booked_context_tokens = worker.booked_output_tokens = 0
+        worker.booked_prefill_pairs = 0.0
         worker.foreign_tokens = 0
         worker.refresh()
         self._eligible.clear()

@@ -1,0 +1,159 @@
+"""What a placement costs, in milliseconds: the delay it will suffer and the delay it inflicts.
+
+For a request with u prompt tokens to compute on a worker that has B booked ones, q sequences before their first token
+and n decoding over K tokens of context, with T and d the predicted prefill and decode-step times, D = T(B+u) - T(B) and
+N the expected output length:
+
+    first token   T(B+u) + chunks x d                    the steps before the first token
+    own decode    N x d after                            the steps after it
+    stall         D x (decoding share x n + q)           those who run or wait here stand still meanwhile
+    slow-down     (d after - d before) x N x (n/2 + q)   and decode slower afterwards, for half their rest
+    worker time   D                                      a shadow price: time and cache this takes from later ones
+    home          a small discount where the prefix is at home, so that cold prefixes always fall the same way
+
+Each part has a weight; a `Profile` is a set of weights. What all workers share does not decide, so common errors of
+the time model cancel. The weights are those of the study behind docs/routing.md: searched on two public traces at
+one pool size and two loads, and kept for all others.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from headwater.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Weights of the parts of a price."""
+
+    own_decode: float
+    stall: float
+    stall_decoding_share: float
+    slow_down: float
+    worker_time: float
+    home_ms: float = 30.0
+
+
+END_TO_END = Profile(own_decode=0.25, stall=0.4, stall_decoding_share=0.15, slow_down=0.25, worker_time=6.0)
+FIRST_TOKEN = Profile(own_decode=0.0, stall=0.25, stall_decoding_share=0.3, slow_down=0.0, worker_time=2.0)
+
+
+def profile(decode_share: float) -> Profile:
+    """Between `FIRST_TOKEN` (0) and `END_TO_END` (1): how much the time after the first token matters."""
+    if not 0.0 <= decode_share <= 1.0:
+        raise ConfigError(f"the share of decode time in the objective is {decode_share}: from 0 to 1")
+
+    def mix(first: float, whole: float) -> float:
+        return first + decode_share * (whole - first)
+
+    return Profile(
+        own_decode=mix(FIRST_TOKEN.own_decode, END_TO_END.own_decode),
+        stall=mix(FIRST_TOKEN.stall, END_TO_END.stall),
+        stall_decoding_share=mix(FIRST_TOKEN.stall_decoding_share, END_TO_END.stall_decoding_share),
+        slow_down=mix(FIRST_TOKEN.slow_down, END_TO_END.slow_down),
+        worker_time=mix(FIRST_TOKEN.worker_time, END_TO_END.worker_time),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Time of one engine step by what is in it, for one class of workers. See `headwater.perf.model`."""
+
+    prefill_step_ms: float
+    """Constant of a step that prefills."""
+    prefill_token_ms: float
+    prefill_pair_ms: float
+    decode_step_ms: float
+    """Constant of a step that decodes."""
+    decode_sequence_ms: float
+    decode_context_token_ms: float
+    chunk_tokens: int
+    spread: float = 0.0
+    """How far apart workers of the class measure, relative: smaller differences of a price mean nothing."""
+
+    def prefill_ms(self, tokens: float, pairs: float) -> float:
+        """Time of prefilling `tokens` that attend to `pairs`, in full chunks."""
+        if tokens <= 0:
+            return 0.0
+        steps = math.ceil(tokens / self.chunk_tokens)
+        return steps * self.prefill_step_ms + self.prefill_token_ms * tokens + self.prefill_pair_ms * pairs
+
+    def decode_ms(self, sequences: float, context_tokens: float) -> float:
+        return self.decode_step_ms + self.decode_sequence_ms * sequences + self.decode_context_token_ms * context_tokens
+
+
+class Occupied(Protocol):
+    """What a worker already has to do. `WorkerView` is one."""
+
+    @property
+    def booked_prefill_tokens(self) -> int: ...
+
+    @property
+    def booked_prefill_pairs(self) -> float:
+        """Tokens that the booked prefill tokens attend to, summed."""
+        ...
+
+    @property
+    def num_prefilling(self) -> int:
+        """Sequences before their first token."""
+        ...
+
+    @property
+    def num_decoding(self) -> int: ...
+
+    @property
+    def booked_context_tokens(self) -> int: ...
+
+    @property
+    def speed_factor(self) -> float:
+        """How much slower than its class; applied to its own queue only."""
+        ...
+
+
+class Placement(NamedTuple):
+    """One request, as all workers see it."""
+
+    prompt_tokens: int
+    num_sequences: int
+    expected_output_tokens: float
+
+
+class Price(NamedTuple):
+    """Parts of a price in ms, weighted; they add up to the total."""
+
+    first_token: float
+    own_decode: float
+    stall: float
+    slow_down: float
+    worker_time: float
+
+
+def prefill_pairs(new_tokens: int, cached_tokens: int) -> float:
+    """Tokens attended to, summed over `new_tokens` that follow `cached_tokens`."""
+    return new_tokens * (cached_tokens + (new_tokens + 1) / 2)
+
+
+def price(costs: StepCosts, weights: Profile, worker: Occupied, placement: Placement, cached_tokens: int) -> Price:
+    """The price of one placement, away from home."""
+    prompt_tokens, num_sequences, rest = placement
+    new_tokens = prompt_tokens - cached_tokens
+    backlog_tokens, backlog_pairs = worker.booked_prefill_tokens, worker.booked_prefill_pairs
+    prefilling, decoding = worker.num_prefilling, worker.num_decoding
+    backlog_ms = costs.prefill_ms(backlog_tokens, backlog_pairs)
+    tokens = backlog_tokens + new_tokens
+    prefill_ms = costs.prefill_ms(tokens, backlog_pairs + prefill_pairs(new_tokens, cached_tokens))
+    added_ms = prefill_ms - backlog_ms
+    context = worker.booked_context_tokens
+    slower_ms = costs.decode_sequence_ms * num_sequences + costs.decode_context_token_ms * prompt_tokens
+    before_ms = costs.decode_ms(prefilling + decoding, context)
+    first_token_ms = prefill_ms + (worker.speed_factor - 1.0) * backlog_ms
+    if prefilling or decoding:
+        first_token_ms += before_ms * math.ceil(tokens / costs.chunk_tokens)
+    return Price(
+        first_token_ms,
+        weights.own_decode * rest * (before_ms + slower_ms),
+        weights.stall * added_ms * (weights.stall_decoding_share * decoding + prefilling),
+        weights.slow_down * slower_ms * (rest / 2) * (decoding / 2 + prefilling),
+        weights.worker_time * added_ms,
+    )

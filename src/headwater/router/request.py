@@ -1,0 +1,30 @@
+"""What a router is asked."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class RouteRequest:
+    """What a policy may know of a request: one prompt, `num_sequences` answers to it."""
+
+    fingerprint: str
+    """Of the model: workers with an equal one are exchangeable."""
+    num_prompt_tokens: int
+    max_tokens: int
+    """Per sequence."""
+    num_sequences: int = 1
+    block_ids: bytes = b""
+    """Ids of the prompt's full blocks, 16 bytes each."""
+    block_size: int = 16
+    expected_output_tokens: float = 0.0
+    """If the client said so; 0: the router fills in the running mean of the model."""
+    session_id: str | None = None
+    now: float = 0.0
+    """Seconds on any clock that does not run backwards."""
+    explain: bool = False
+    """Whether all candidates are to be listed in the decision."""
+    keys: Sequence[int] = ()
+    """Filled in by the router: index keys of `block_ids`."""
+    cached_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Filled in by the router: prompt tokens that a worker need not compute, by worker id."""

@@ -1,0 +1,63 @@
+"""What workers hold, fed by their events: the prefix index behind the cluster view."""
+
+from collections.abc import Iterable, Sequence
+
+from headwater.kv.index import PrefixIndex, block_keys
+from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored, WorkerEvent
+from headwater.types import Tier, WorkerId
+
+_TIER_WORTH: dict[Tier, float] = {"device": 1.0, "host": 0.9, "disk": 0.6, "peer": 0.6, "object": 0.3}
+"""Part of the recompute time that a block saves, until transfers are priced by the time model."""
+
+
+class Residency:
+    """Blocks per worker and tier, and who has told about them."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self.index = PrefixIndex(max_blocks)
+        self._tiers: set[Tier] = {"device"}
+        self._tellers: set[str] = set()
+
+    def add_worker(self, worker_id: str) -> None:
+        self.index.add_worker(WorkerId(worker_id))
+
+    def remove_worker(self, worker_id: str) -> None:
+        self.index.remove_worker(WorkerId(worker_id))
+        self._tellers.discard(worker_id)
+
+    def tells(self, worker_id: str) -> bool:
+        """Whether a worker has ever sent a block event: one that never does cannot be routed to by prefix."""
+        return worker_id in self._tellers
+
+    def apply(self, worker_id: str, event: WorkerEvent) -> None:
+        worker = WorkerId(worker_id)
+        match event:
+            case BlocksStored():
+                self._tiers.add(event.tier)
+                self._tellers.add(worker_id)
+                self.index.store(worker, block_keys(event.block_ids), event.tier)
+            case BlocksRemoved():
+                self.index.remove(worker, block_keys(event.block_ids), event.tier)
+            case BlocksCleared():
+                for tier in (event.tier,) if event.tier is not None else tuple(self._tiers):
+                    self.index.clear(worker, tier)
+            case _:
+                pass
+
+    def rebuild(self, worker_id: str, stored: Iterable[BlocksStored]) -> None:
+        """Replace all that is known of a worker."""
+        self.apply(worker_id, BlocksCleared())
+        for event in stored:
+            self.apply(worker_id, event)
+
+    def cached_tokens(self, keys: Sequence[int], block_size: int, prompt_tokens: int) -> dict[str, int]:
+        """Prompt tokens that each worker need not compute; workers that hold none are left out.
+
+        A block in a slower tier counts for what it saves. At least one token is always left to compute.
+        """
+        worth: dict[str, float] = {}
+        for tier in self._tiers:
+            for worker, blocks in self.index.match(keys, tier).items():
+                saved = blocks * _TIER_WORTH[tier]
+                worth[worker] = max(worth.get(worker, 0.0), saved)
+        return {worker: min(int(blocks * block_size), prompt_tokens - 1) for worker, blocks in worth.items()}
