@@ -18,6 +18,10 @@ class RankedEntries:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)
 
+    def first(self, count: int) -> list[Entry]:
+        """The most senior ones, as a copy."""
+        return self._entries[:count]
+
     def add(self, entry: Entry) -> None:
         insort(self._entries, entry, key=seniority)
 

@@ -2,9 +2,9 @@
 
     add -> waiting -> schedule: decodes, then running prefills, then admissions -> executor -> commit
 
-- Every running sequence decodes in every step; what is left of the token budget prefills, in chunks that end at block
-  borders. Seniority is (priority, order of arrival) throughout. The most senior waiting sequence is never overtaken
-  because others would fit sooner, so none starves.
+- Every running sequence decodes in every step; what is left of the token budget prefills, in chunks
+  (`headwater.scheduler.budget`). Seniority is (priority, order of arrival) throughout. A waiting sequence that lacks
+  blocks is not overtaken, so none starves.
 - A sequence gets the blocks of all its tokens at admission, and admission leaves a reserve for the growth of those
   that run. Out of blocks, the most junior running sequence is preempted: it keeps its tokens, its blocks stay
   findable, and it waits in its old place. The most senior one always advances, so the whole does.
@@ -14,13 +14,14 @@
 `now` is in epoch seconds. A scheduler that raised `InternalError` must not be used further.
 """
 
-from collections.abc import Iterable, Iterator
-from itertools import islice, repeat
+from collections.abc import Collection, Iterator
+from itertools import repeat
 
 from headwater.errors import DeadlineExceeded, EngineFailed, HeadwaterError, InternalError, Overloaded
 from headwater.kv.pool import BlockEvent, PrefixMatch
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput, TokenLogprobs
+from headwater.scheduler.budget import Prefill, PrefillBudget
 from headwater.scheduler.entry import Entry, State, new_entry
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.scheduler.meter import Meter
@@ -31,8 +32,9 @@ _RESERVE_PART = 100
 """Admission keeps at least this part of the pool free, one in a hundred, ..."""
 _LOOKAHEAD = 256
 """Waiting sequences looked at in one step, when those before them wait for a prefix."""
+_MAX_PASSED = 16
+"""Waiting sequences that lack only tokens of this step and may be passed by shorter ones."""
 
-_Prefill = tuple[Entry, int]
 _Draws = Iterator[tuple[int, TokenLogprobs | None]]
 
 
@@ -81,8 +83,9 @@ class Scheduler:
             self._next_deadline = min(self._next_deadline, request.deadline)
         return entry
 
-    def abort(self, streams: Iterable[int]) -> None:
-        """End these sequences without output; unknown ones are ignored."""
+    def abort(self, streams: Collection[int]) -> None:
+        """End these sequences; no output of theirs follows. Unknown ones are ignored."""
+        self._outputs = [output for output in self._outputs if output.stream not in streams]
         for stream in streams:
             entry = self._roster.by_stream.get(stream)
             if entry is not None:
@@ -170,35 +173,33 @@ class Scheduler:
                 return False
         return True
 
-    def _choose_prefills(self, budget: int) -> list[_Prefill]:
-        """Who prefills how many tokens: those that run, then the most senior waiting ones until one does not fit."""
-        chosen: list[_Prefill] = []
+    def _choose_prefills(self, num_tokens: int) -> list[Prefill]:
+        """Who prefills how many tokens: those that run, then waiting ones until the most senior does not fit."""
+        budget = PrefillBudget(num_tokens, self._block_size)
         for entry in self._roster.prefilling:
-            num_tokens = self._chunk(entry.num_tokens - entry.num_computed_tokens, budget)
-            if not num_tokens:
-                return chosen
-            budget -= self._choose(chosen, entry, num_tokens)
-        for entry in islice(list(self._roster.waiting), _LOOKAHEAD):
-            if self._roster.num_running >= self._limits.max_num_seqs:
+            self._take(budget, entry, entry.num_tokens - entry.num_computed_tokens)
+        passed = 0
+        for entry in self._roster.waiting.first(_LOOKAHEAD):
+            if self._roster.num_running >= self._limits.max_num_seqs or passed > _MAX_PASSED:
                 break
             match = self._match(entry)
             if match is None:
                 continue
-            num_tokens = self._chunk(entry.num_tokens - len(match.blocks) * self._block_size, budget)
-            if not num_tokens or not self._fits(entry, match):
+            if not self._fits(entry, match):
                 break
-            self._start(entry, match)
-            budget -= self._choose(chosen, entry, num_tokens)
-        return chosen
+            num_remaining = entry.num_tokens - len(match.blocks) * self._block_size
+            if budget.offer(num_remaining):
+                self._start(entry, match)
+                self._take(budget, entry, num_remaining)
+            else:
+                passed += 1
+        return budget.shares()
 
-    def _choose(self, chosen: list[_Prefill], entry: Entry, num_tokens: int) -> int:
-        entry.planned_in_step = self._meter.steps
-        chosen.append((entry, num_tokens))
-        return num_tokens
-
-    def _chunk(self, remaining: int, budget: int) -> int:
-        """Tokens to prefill now. A part ends at a block border, as it began at one."""
-        return remaining if remaining <= budget else budget - budget % self._block_size
+    def _take(self, budget: PrefillBudget, entry: Entry, num_remaining: int) -> None:
+        num_tokens = budget.offer(num_remaining)
+        if num_tokens:
+            budget.take(entry, num_tokens, num_remaining)
+            entry.planned_in_step = self._meter.steps
 
     def _match(self, entry: Entry) -> PrefixMatch | None:
         """What of a waiting sequence is in the cache; None while another sequence computes what comes next.
@@ -293,7 +294,7 @@ class Scheduler:
         return [(stream, entry.request) for stream, entry in self._roster.by_stream.items()]
 
 
-def _step_plan(decodes: list[Entry], prefills: list[_Prefill]) -> StepPlan:
+def _step_plan(decodes: list[Entry], prefills: list[Prefill]) -> StepPlan:
     slices = [Slice(entry, entry.num_computed_tokens, 1, True) for entry in decodes]
     decode_context = sum([piece.start for piece in slices]) + len(slices)
     prefill_context = 0
