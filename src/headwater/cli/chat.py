@@ -13,9 +13,11 @@ from typing import Any
 
 from headwater.cli.http import MAX_BODY_BYTES, Server, error_message
 from headwater.cli.target import add_target, server_of
-from headwater.errors import HeadwaterError, WorkerLost
+from headwater.config.units import parse_seconds
+from headwater.errors import ConfigError, DeadlineExceeded, HeadwaterError, WorkerLost
 
 _MAX_EVENT_BYTES = 4 * 1024 * 1024
+_POLL_S = 0.3
 _HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer"
 
 Message = dict[str, str]
@@ -28,15 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default: the server's")
     parser.add_argument("--temperature", type=float, metavar="X", help="default: the server's")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="longest silence of the server")
+    parser.add_argument("--wait", metavar="TIME", help="wait this long for a server to become ready")
     add_target(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    server = server_of(args, args.timeout)
+    server, model = find_server(args)
     options = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     chat = Conversation(
         server,
-        args.model or first_model(server),
+        model,
         [{"role": "system", "content": args.system}] if args.system else [],
         {name: value for name, value in options.items() if value is not None},
     )
@@ -45,6 +48,28 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{answer.figures()}", file=sys.stderr)
         return 0 if answer.complete else 1
     return converse(chat)
+
+
+def find_server(args: argparse.Namespace) -> tuple[Server, str]:
+    """The server and the model to talk to, as soon as there are both."""
+    deadline = time.monotonic() + _wait_s(args.wait)
+    while True:
+        server = server_of(args, args.timeout)
+        try:
+            return server, args.model or first_model(server)
+        except HeadwaterError as error:
+            if args.wait and time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"not ready within {args.wait}: {error.message}", hint=error.hint) from error
+            if not args.wait:
+                raise
+        time.sleep(_POLL_S)
+
+
+def _wait_s(text: str | None) -> float:
+    try:
+        return parse_seconds(text or "0")
+    except ValueError as error:
+        raise ConfigError(f"--wait {text}: expected a time such as 30s or 5m") from error
 
 
 def first_model(server: Server) -> str:

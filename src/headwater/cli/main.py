@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, arguments: list[str]) -> int:
     from headwater.cli.verbs import parser_of, runner_of
-    from headwater.errors import ConfigError, HeadwaterError
+    from headwater.errors import HeadwaterError
 
     try:
         code = runner_of(name)(parser_of(name).parse_args(arguments))
@@ -51,7 +51,7 @@ def _run(name: str, arguments: list[str]) -> int:
     except HeadwaterError as error:
         if _debugging(arguments):
             raise
-        return _complain(error.message, error.hint, USAGE if isinstance(error, ConfigError) else FAILED)
+        return _complain(error.message, error.hint, _exit_code(error))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -62,6 +62,14 @@ def _run(name: str, arguments: list[str]) -> int:
         if _debugging(arguments):
             raise
         return _complain(f"{type(error).__name__}: {error}", "add --log-level debug for the traceback", FAILED)
+
+
+def _exit_code(error: Exception) -> int:
+    from headwater.errors import ConfigError, DeadlineExceeded
+
+    if isinstance(error, ConfigError):
+        return USAGE
+    return NOT_READY if isinstance(error, DeadlineExceeded) else FAILED
 
 
 def _print_verbs() -> None:

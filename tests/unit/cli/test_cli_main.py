@@ -84,6 +84,12 @@ def test_nobody_there_is_a_failure_not_usage(capsys: pytest.CaptureFixture[str])
     assert "no answer from http://127.0.0.1:1" in complaint(capsys, "chat", "--url", "http://127.0.0.1:1", code=1)
 
 
+def test_waiting_in_vain_is_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["chat", "--url", "http://127.0.0.1:1", "--wait", "100ms"]
+    assert "not ready within 100ms: no answer" in complaint(capsys, *argv, code=3)
+    assert "--wait soon" in complaint(capsys, "chat", "--url", "http://127.0.0.1:1", "--wait", "soon")
+
+
 def test_the_short_help_is_short_and_says_where_the_rest_is(capsys: pytest.CaptureFixture[str]) -> None:
     short, everything = output(capsys, "serve", "--help"), output(capsys, "serve", "--help=all")
     assert "--max-model-len" in short
