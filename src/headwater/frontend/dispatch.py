@@ -33,3 +33,7 @@ class Dispatcher(Protocol):
     def abort(self, streams: Sequence[int]) -> None:
         """Stop; unknown streams are ignored and the sinks hear nothing more."""
         ...
+
+    def worker_of(self, stream: int) -> str | None:
+        """The worker that serves a stream, while it is open; None when unknown."""
+        ...

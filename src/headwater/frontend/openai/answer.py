@@ -1,0 +1,308 @@
+"""The life of one generation request: submitted, answered, failed or abandoned, once.
+
+`Answer` owns what is common: streams, time limit, disconnect, usage. `StreamAnswer` sends events as they come; its HTTP
+status is decided by the first output or error, so an error before the first byte is a real status and one after it an
+event. `WholeAnswer` gathers and answers at the end. Whatever ends a request first, its other streams are aborted at
+once, and nothing is said twice.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import msgspec
+
+from headwater.clock import Clock
+from headwater.errors import DeadlineExceeded, HeadwaterError
+from headwater.frontend.dispatch import Dispatcher
+from headwater.frontend.http.base import Headers, Responder
+from headwater.frontend.http.replies import JSON, reply_for
+from headwater.frontend.openai.answers import PromptTokensDetails, Usage
+from headwater.frontend.openai.generation import Extension, Generation
+from headwater.frontend.openai.observer import RequestObserver, RequestSummary
+from headwater.frontend.openai.sinks import ChoiceSink, DirectSink
+from headwater.frontend.postprocess.detokenize import ByteDetokenizer
+from headwater.frontend.postprocess.sequence import Delta, SequenceText
+from headwater.frontend.preprocess.tokenizer import unpack_ids
+
+KEEPALIVE_S = 10.0
+"""Silence after which a stream says that it is alive (and commits to status 200)."""
+
+_STREAM_HEADERS: Headers = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+_DONE = b"data: [DONE]\n\n"
+_KEEPALIVE = b": keep-alive\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What every answer needs besides its request."""
+
+    dispatcher: Dispatcher
+    clock: Clock
+    request_timeout_s: float = 0.0
+
+
+class Answer(ABC):
+    def __init__(
+        self,
+        generation: Generation,
+        responder: Responder,
+        around: Surroundings,
+        observer: RequestObserver,
+        since: float,
+    ) -> None:
+        self.clock = around.clock
+        self.observer = observer
+        self.started_at = since
+        self._generation = generation
+        self._responder = responder
+        self._dispatcher = around.dispatcher
+        self._timeout_s = around.request_timeout_s
+        self._sinks = [self._make_sink(choice) for choice in range(generation.num_choices)]
+        self._streams: list[int] = []
+        self._open = generation.num_choices
+        self._outcome = "stop"
+        self._ended = False
+        self._timeout: asyncio.TimerHandle | None = None
+        self._worker: str | None = None
+
+    def begin(self) -> None:
+        """Send the sequences to workers. Failures become the answer."""
+        generation = self._generation
+        arrival = self.clock.epoch()
+        deadline = arrival + self._timeout_s if self._timeout_s else None
+        per_prompt = generation.choices_per_prompt
+        try:
+            for number in range(len(generation.prompts)):
+                requests = generation.engine_requests(number, arrival, deadline)
+                sinks = self._sinks[number * per_prompt : (number + 1) * per_prompt]
+                self._streams += self._dispatcher.submit(generation.model.card, requests, sinks)
+        except HeadwaterError as error:
+            self.fail(error)
+            return
+        if generation.nvext.extra_fields:
+            self._worker = self._dispatcher.worker_of(self._streams[0])
+        self._responder.on_disconnect(self._abandon)
+        if self._timeout_s and not self._ended:
+            self._timeout = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out)
+
+    @abstractmethod
+    def deliver(self, choice: int, delta: Delta) -> None: ...
+
+    @abstractmethod
+    def write(self, data: bytes) -> None: ...
+
+    @abstractmethod
+    def _answer_failure(self, error: HeadwaterError) -> None: ...
+
+    def _make_sink(self, choice: int) -> ChoiceSink:
+        return ChoiceSink(self, choice, self._generation.sequence_text(choice))
+
+    def stop(self, choice: int) -> None:
+        self._dispatcher.abort(self._streams[choice : choice + 1])
+
+    def fail(self, error: HeadwaterError) -> None:
+        if self._ended:
+            return
+        self._end(error.code, error)
+        self._answer_failure(error)
+
+    def _abandon(self) -> None:
+        """The client is gone."""
+        if not self._ended:
+            self._end("disconnected", None)
+
+    def _time_out(self) -> None:
+        self.fail(DeadlineExceeded(f"the request took longer than the limit of {self._timeout_s:g} s"))
+
+    def _choice_ended(self, choice: int, finish_reason: str) -> bool:
+        """Whether it was the last one."""
+        if choice == 0:
+            self._outcome = self._generation.format.outcome(choice, finish_reason)
+        self._open -= 1
+        return self._open == 0
+
+    def _end(self, outcome: str, error: HeadwaterError | None) -> None:
+        """Nothing more is generated for this request."""
+        self._ended = True
+        if self._timeout is not None:
+            self._timeout.cancel()
+        if self._open:
+            self._dispatcher.abort(self._streams)
+        usage = self.usage()
+        self.observer.finished(
+            RequestSummary(
+                outcome=outcome,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.prompt_tokens_details.cached_tokens,
+                completion_tokens=usage.completion_tokens,
+                duration_s=self.clock.now() - self.started_at,
+                error=error,
+            )
+        )
+
+    def usage(self) -> Usage:
+        """So far. A prompt counts once, however many choices it has."""
+        prompt = self._generation.num_prompt_tokens
+        completion = sum(sink.text.num_tokens for sink in self._sinks)
+        cached = sum(sink.cached_tokens for sink in self._sinks[:: self._generation.choices_per_prompt])
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+    def _extension(self, *, last: bool) -> Extension | None:
+        """What `nvext.extra_fields` asked for."""
+        asked = self._generation.nvext.extra_fields
+        if not asked:
+            return None
+        extension: Extension = {}
+        if "worker_id" in asked:
+            extension["worker_id"] = {"prefill_worker_id": self._worker, "decode_worker_id": self._worker}
+        if "timing" in asked and last:
+            extension["timing"] = self._timing()
+        return extension or None
+
+    def _timing(self) -> dict[str, float]:
+        total_s = self.clock.now() - self.started_at
+        usage = self.usage()
+        timing = {"request_received_ms": (self.clock.epoch() - total_s) * 1e3, "total_time_ms": total_s * 1e3}
+        first = self._sinks[0].first_output_at
+        if first is not None:
+            timing["ttft_ms"] = (first - self.started_at) * 1e3
+        timing["kv_hit_rate"] = usage.prompt_tokens_details.cached_tokens / max(1, usage.prompt_tokens)
+        return timing
+
+
+class StreamAnswer(Answer):
+    """Server-sent events."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        responder: Responder,
+        around: Surroundings,
+        observer: RequestObserver,
+        since: float,
+    ) -> None:
+        super().__init__(generation, responder, around, observer, since)
+        self._started = False
+        self._opened = [False] * generation.num_choices
+        self._spoke_at = since
+        self._keepalive: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        super().begin()
+        if not self._ended:
+            self._keepalive = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._keep_alive)
+
+    def _make_sink(self, choice: int) -> ChoiceSink:
+        generation = self._generation
+        frame = generation.format.frame(choice)
+        table = generation.model.table
+        if frame is None or table is None or generation.stops is not None or not generation.skip_special_tokens:
+            return super()._make_sink(choice)
+        detokenizer = ByteDetokenizer(table.visible)
+        text = SequenceText(generation.text, detokenizer, None)
+        return DirectSink(self, choice, text, detokenizer, table.escaped, frame)
+
+    def write(self, data: bytes) -> None:
+        if not self._started:
+            self._started = True
+            self._responder.start(200, _STREAM_HEADERS)
+            data = self._annotations() + data
+        self._responder.write(data)
+
+    def deliver(self, choice: int, delta: Delta) -> None:
+        if self._ended:
+            return
+        generation = self._generation
+        usage = self.usage() if generation.stream_options.continuous_usage_stats else None
+        last = delta.finish_reason is not None and self._choice_ended(choice, delta.finish_reason)
+        data = generation.format.event(choice, delta, usage, self._extension(last=last))
+        if not self._opened[choice]:
+            self._opened[choice] = True
+            data = generation.format.opening(choice) + data
+        if not last:
+            if data:
+                self.write(data)
+            return
+        if generation.stream_options.include_usage:
+            data += generation.format.usage_event(self.usage(), self._extension(last=True))
+        self.write(data + _DONE)
+        self._end(self._outcome, None)
+        self._responder.finish()
+
+    def _end(self, outcome: str, error: HeadwaterError | None) -> None:
+        if self._keepalive is not None:
+            self._keepalive.cancel()
+        super()._end(outcome, error)
+
+    def _answer_failure(self, error: HeadwaterError) -> None:
+        reply = reply_for(error)
+        if not self._started:
+            self._responder.send(reply.status, reply.headers, reply.body)
+            return
+        self._responder.write(b"data: " + reply.body + b"\n\n" + _DONE)
+        self._responder.finish()
+
+    def _keep_alive(self) -> None:
+        """A comment that clients skip, so that proxies do not take a long wait for a dead connection."""
+        self.write(_KEEPALIVE)
+        self._keepalive = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._keep_alive)
+
+    def _annotations(self) -> bytes:
+        """Dynamo's way to show what became of the prompt: an event line and a comment with JSON."""
+        generation = self._generation
+        events: list[bytes] = []
+        for name in generation.nvext.annotations:
+            if name == "formatted_prompt" and generation.formatted_prompt is not None:
+                events.append(_annotation(name, generation.formatted_prompt))
+            elif name == "token_ids":
+                events.append(_annotation(name, unpack_ids(generation.prompts[0].ids)))
+        return b"".join(events)
+
+
+def _annotation(name: str, value: object) -> bytes:
+    return b"event: " + name.encode() + b"\n: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class WholeAnswer(Answer):
+    """One JSON document at the end."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        responder: Responder,
+        around: Surroundings,
+        observer: RequestObserver,
+        since: float,
+    ) -> None:
+        super().__init__(generation, responder, around, observer, since)
+        self._texts: list[list[str]] = [[] for _ in range(generation.num_choices)]
+        self._choices = [Delta("", []) for _ in range(generation.num_choices)]
+
+    def write(self, data: bytes) -> None:
+        raise AssertionError("a whole answer is not streamed")
+
+    def deliver(self, choice: int, delta: Delta) -> None:
+        if self._ended:
+            return
+        whole = self._choices[choice]
+        self._texts[choice].append(delta.text)
+        whole.token_ids += delta.token_ids
+        whole.logged += delta.logged
+        if delta.finish_reason is None:
+            return
+        whole.text = "".join(self._texts[choice])
+        whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
+        extension = self._extension(last=True)
+        if self._choice_ended(choice, delta.finish_reason):
+            body = self._generation.format.whole(self._choices, self.usage(), extension)
+            self._end(self._outcome, None)
+            self._responder.send(200, (JSON,), body)
+
+    def _answer_failure(self, error: HeadwaterError) -> None:
+        reply = reply_for(error)
+        self._responder.send(reply.status, reply.headers, reply.body)

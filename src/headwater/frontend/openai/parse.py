@@ -1,0 +1,253 @@
+"""Request bodies to typed structs, and every way to fail to a message that helps.
+
+The body is decoded once into plain objects (kept, because the chat template wants them and errors quote them) and then
+checked against a struct. Refused: malformed JSON, names that occur twice, NUL characters, nesting and counts beyond
+what a request needs, and with `strict` unknown fields.
+"""
+
+import difflib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from headwater.errors import InvalidRequest
+from headwater.frontend.openai.fields import IGNORED, UnsupportedField
+
+logger = logging.getLogger(__name__)
+
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
+Plain = dict[str, Any]
+
+_MAX_DEPTH = 64
+_MAX_CONTAINERS = 250_000
+_MAX_COMMAS = 4_000_000
+_COUNT_ABOVE_BYTES = 1_000_000
+
+_decode = msgspec.json.Decoder().decode
+
+
+@dataclass(frozen=True, slots=True)
+class Shape(Generic[RequestT]):
+    """One endpoint's body."""
+
+    struct: type[RequestT]
+    known: frozenset[str]
+    unsupported: Mapping[str, UnsupportedField]
+
+    @classmethod
+    def of(cls, struct: type[RequestT], unsupported: Mapping[str, UnsupportedField]) -> "Shape[RequestT]":
+        return cls(struct, frozenset(struct.__struct_fields__), unsupported)
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[RequestT]):
+    fields: RequestT
+    plain: Plain
+    """The body as JSON objects."""
+    warnings: list[str]
+    """Notes about what was ignored."""
+
+
+def parse_body(shape: Shape[RequestT], body: bytes, *, strict: bool) -> Parsed[RequestT]:
+    """Raises `InvalidRequest`."""
+    plain = _decode_object(body)
+    warnings: list[str] = []
+    if not plain.keys() <= shape.known:
+        warnings = _check_other_fields(shape, plain, strict)
+    try:
+        fields = msgspec.convert(plain, shape.struct)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), plain) from error
+    return Parsed(fields, plain, warnings)
+
+
+def _decode_object(body: bytes) -> Plain:
+    if len(body) > _COUNT_ABOVE_BYTES:
+        _check_counts(body)
+    try:
+        plain = _decode(body)
+        num_strings = _count_strings(plain, _MAX_DEPTH)
+    except RecursionError as error:
+        raise InvalidRequest(f"the body is nested more than {_MAX_DEPTH} levels deep") from error
+    except msgspec.ValidationError as error:
+        raise _explain_number(body) from error
+    except msgspec.DecodeError as error:
+        raise _explain_malformed(body, str(error)) from error
+    if not isinstance(plain, dict):
+        raise InvalidRequest(f"the body is {_kind(plain)}, expected a JSON object")
+    if body.count(b'"') != 2 * num_strings:
+        _check_names_unique(body)
+    if b"\\u0000" in body:
+        _check_no_nul(plain, "")
+    return plain
+
+
+def _check_counts(body: bytes) -> None:
+    """Small pieces in huge numbers would take gigabytes as objects."""
+    containers = body.count(b"[") + body.count(b"{")
+    if containers > _MAX_CONTAINERS:
+        raise InvalidRequest(f"the body has about {containers:,} arrays and objects, at most {_MAX_CONTAINERS:,} fit")
+    commas = body.count(b",")
+    if commas > _MAX_COMMAS:
+        raise InvalidRequest(f"the body has about {commas:,} values, at most {_MAX_COMMAS:,} fit")
+
+
+def _count_strings(value: Any, depth: int) -> int:
+    """Strings inside, names included. Raises `RecursionError` beyond `depth`."""
+    if depth == 0:
+        raise RecursionError
+    if type(value) is dict:
+        total = len(value)
+        value = value.values()
+    elif type(value) is list:
+        total = 0
+    else:
+        return 1 if type(value) is str else 0
+    for item in value:
+        kind = type(item)
+        if kind is str:
+            total += 1
+        elif kind is dict or kind is list:
+            total += _count_strings(item, depth - 1)
+    return total
+
+
+def _check_names_unique(body: bytes) -> None:
+    """Slow and exact; called when quotes do not add up (escaped quotes, or a name that occurs twice)."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise InvalidRequest(f"{short_json(name)} occurs twice in one JSON object", param=name[:64])
+            seen.add(name)
+
+    json.loads(body, object_pairs_hook=unique)
+
+
+def _check_no_nul(value: Any, path: str) -> None:
+    if isinstance(value, str):
+        if "\0" in value:
+            raise InvalidRequest(f"{path} contains the character U+0000, which no prompt may have", param=path)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            _check_no_nul(name, f"{path}.{name}".strip("."))
+            _check_no_nul(item, f"{path}.{name}".strip("."))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            _check_no_nul(item, f"{path}[{number}]")
+
+
+def _check_other_fields(shape: Shape[Any], plain: Plain, strict: bool) -> list[str]:
+    warnings: list[str] = []
+    for name in plain.keys() - shape.known:
+        unsupported = shape.unsupported.get(name)
+        if unsupported is not None:
+            if not unsupported.tolerates(plain[name]):
+                raise InvalidRequest(
+                    f"{name} is {short_json(plain[name])}, which is not supported: {unsupported.hint}", param=name
+                )
+        elif name not in IGNORED:
+            warnings.append(_unknown(name, shape, strict))
+    return warnings
+
+
+def _unknown(name: str, shape: Shape[Any], strict: bool) -> str:
+    near = difflib.get_close_matches(name[:64], [*shape.known, *shape.unsupported, *IGNORED], n=1)
+    message = f"unknown field {short_json(name)}" + (f"; did you mean {near[0]}?" if near else "")
+    if strict:
+        raise InvalidRequest(message, param=name[:64])
+    logger.debug("ignored: %s", message)
+    return message
+
+
+_EXPECTED = re.compile(r"Expected `(?P<what>[^`]+)`(?P<bound>(?: [<>=]+ \S+| of length [<>=]+ \d+)?)")
+_AT = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
+_STEP = re.compile(r"\[(\d+|\.\.\.)\]|\.?([^.\[\]]+)")
+_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "an array",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def _explain(message: str, plain: Plain) -> InvalidRequest:
+    """msgspec's complaint in the words of JSON, with the value that was given."""
+    at = _AT.search(message)
+    path = at["path"] if at else ""
+    missing = _MISSING.search(message)
+    if missing:
+        name = f"{path}.{missing['name']}" if path else missing["name"]
+        return InvalidRequest(f"{name} is missing", param=name)
+    expected = _EXPECTED.search(message)
+    if expected is None:
+        return InvalidRequest(f"{path or 'the body'}: {message.split(' - at ')[0]}", param=path or None)
+    kinds = [_WORDS.get(kind, kind) for kind in expected["what"].split(" | ")]
+    what = " or ".join(kinds) + expected["bound"].replace(".0", "")
+    given = short_json(_look_up(plain, path))
+    return InvalidRequest(f"{path or 'the body'} is {given}, expected {what}", param=path or None)
+
+
+def _look_up(plain: Any, path: str) -> Any:
+    """The value at a path; where the path is vague, the smallest known part around it."""
+    value = plain
+    for index, name in _STEP.findall(path):
+        if name and isinstance(value, dict) and name in value:
+            value = value[name]
+        elif index.isdigit() and isinstance(value, list) and int(index) < len(value):
+            value = value[int(index)]
+        else:
+            break
+    return value
+
+
+def short_json(value: Any) -> str:
+    """JSON of a value, cut to a length fit for a message."""
+    if isinstance(value, dict | list):
+        return f"{_kind(value)} of {len(value):,}"
+    if isinstance(value, str):
+        text = json.dumps(value[:60], ensure_ascii=False)
+        return text if len(value) <= 60 else f'{text[:-1]}…" ({len(value):,} characters)'
+    text = json.dumps(value)
+    return text if len(text) <= 24 else f"{text[:6]}… ({len(text):,} digits)"
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return names.get(type(value), "a number")
+
+
+def _explain_malformed(body: bytes, reason: str) -> InvalidRequest:
+    if not body.strip():
+        return InvalidRequest("the body is empty, expected a JSON object")
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return InvalidRequest(f"the body is not valid UTF-8: byte {body[error.start]:#04x} at position {error.start:,}")
+    reason = reason.replace("JSON is malformed: ", "").replace("Input data was truncated", "it ends too early")
+    return InvalidRequest(f"the body is not valid JSON: {reason}")
+
+
+def _explain_number(body: bytes) -> InvalidRequest:
+    """Names the field with a number that no JSON reader can hold."""
+    try:
+        for name, raw in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
+            try:
+                _decode(raw)
+            except msgspec.ValidationError:
+                return InvalidRequest(f"{name} holds a number out of range", param=name[:64])
+    except msgspec.DecodeError:
+        pass
+    return InvalidRequest("the body holds a number out of range")

@@ -1,0 +1,223 @@
+"""Routes of the OpenAI API.
+
+Bodies above 32 KB are understood in a thread, so that a long prompt does not hold up the tokens of others; few at a
+time, the rest wait in line, and a line that is too long is `Overloaded`. Everything else runs on the event loop,
+where it costs less than handing it over.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from headwater.clock import Clock
+from headwater.config.schema import FrontendConfig
+from headwater.errors import HeadwaterError, ModelNotFound, Overloaded
+from headwater.frontend.dispatch import Dispatcher
+from headwater.frontend.http.base import Handler, Headers, HttpRequest, Responder
+from headwater.frontend.http.replies import JSON, reply_for
+from headwater.frontend.openai.answer import StreamAnswer, Surroundings, WholeAnswer
+from headwater.frontend.openai.answers import ModelAnswer, ModelList
+from headwater.frontend.openai.chat import prepare_chat
+from headwater.frontend.openai.completions import prepare_completion
+from headwater.frontend.openai.generation import Generation
+from headwater.frontend.openai.model import ModelLookup, ServedModel, build_model
+from headwater.frontend.openai.observer import Endpoint, NullObserver, ServingObserver
+from headwater.frontend.openai.openapi import docs_page, openapi_document
+from headwater.frontend.openai.preparation import Asker, find_model
+from headwater.frontend.openai.tokens import detokenize, tokenize
+
+__all__ = ["ModelLookup", "Route", "ServedModel", "build_model", "openai_routes"]
+
+INLINE_BODY_BYTES = 32_768
+_THREADS = 2
+_MAX_WAITING = 64
+
+ResultT = TypeVar("ResultT")
+Prepare = Callable[[bytes, ModelLookup, Asker, bool], Generation]
+
+_encode = msgspec.json.Encoder().encode
+_HTML: Headers = ((b"content-type", b"text/html; charset=utf-8"),)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`path` may end in `/{name}`, which takes the rest of the path, slashes included."""
+
+    method: str
+    path: str
+    handler: Handler
+
+
+def openai_routes(
+    models: ModelLookup,
+    dispatcher: Dispatcher,
+    config: FrontendConfig,
+    clock: Clock,
+    observer: ServingObserver | None = None,
+) -> list[Route]:
+    """All routes of this layer. They keep no state beyond their requests."""
+    api = _Api(models, dispatcher, config, clock, observer or NullObserver())
+    document = openapi_document()
+    return [
+        Route("POST", "/v1/chat/completions", api.generation("chat", _prepare_chat)),
+        Route("POST", "/v1/completions", api.generation("completions", _prepare_completion)),
+        Route("POST", "/tokenize", api.document(tokenize)),
+        Route("POST", "/detokenize", api.document(detokenize)),
+        Route("GET", "/v1/models", api.list_models),
+        Route("GET", "/v1/models/{model}", api.show_model),
+        Route("GET", "/openapi.json", _static(document, (JSON,))),
+        Route("GET", "/docs", _static(docs_page(), _HTML)),
+    ]
+
+
+def _prepare_chat(body: bytes, models: ModelLookup, asker: Asker, strict: bool) -> Generation:
+    return prepare_chat(body, models, asker, strict=strict)
+
+
+def _prepare_completion(body: bytes, models: ModelLookup, asker: Asker, strict: bool) -> Generation:
+    return prepare_completion(body, models, asker, strict=strict)
+
+
+def _static(body: bytes, headers: Headers) -> Handler:
+    def handle(_request: HttpRequest, responder: Responder) -> None:
+        responder.send(200, headers, body)
+
+    return handle
+
+
+class Threads:
+    """A few threads for long bodies, with a bounded line before them."""
+
+    def __init__(self) -> None:
+        self._semaphore = asyncio.Semaphore(_THREADS)
+        self._waiting = 0
+
+    async def run(self, work: Callable[[], ResultT]) -> ResultT:
+        if self._waiting >= _MAX_WAITING:
+            raise Overloaded(f"{self._waiting} long prompts are waiting to be read, the limit is {_MAX_WAITING}")
+        self._waiting += 1
+        try:
+            async with self._semaphore:
+                return await asyncio.to_thread(work)
+        finally:
+            self._waiting -= 1
+
+
+class _Api:
+    def __init__(
+        self,
+        models: ModelLookup,
+        dispatcher: Dispatcher,
+        config: FrontendConfig,
+        clock: Clock,
+        observer: ServingObserver,
+    ) -> None:
+        self._models = models
+        self._around = Surroundings(dispatcher, clock, config.request_timeout)
+        self._strict = config.strict
+        self._clock = clock
+        self._observer = observer
+        self._threads = Threads()
+
+    def generation(self, endpoint: Endpoint, prepare: Prepare) -> Handler:
+        """Handler of an endpoint that generates."""
+
+        def handle(request: HttpRequest, responder: Responder) -> Awaitable[None] | None:
+            since = self._clock.now()
+            asker = Asker(request.request_id, self._clock)
+            if len(request.body) > INLINE_BODY_BYTES:
+                return in_thread(request, responder, asker, since)
+            try:
+                generation = prepare(request.body, self._models, asker, self._strict)
+            except HeadwaterError as error:
+                self._refuse(endpoint, error, responder)
+                return None
+            self._begin(generation, responder, since)
+            return None
+
+        async def in_thread(request: HttpRequest, responder: Responder, asker: Asker, since: float) -> None:
+            try:
+                generation = await self._threads.run(lambda: prepare(request.body, self._models, asker, self._strict))
+            except HeadwaterError as error:
+                self._refuse(endpoint, error, responder)
+                return
+            if not responder.disconnected:
+                self._begin(generation, responder, since)
+
+        return handle
+
+    def document(self, make: Callable[..., msgspec.Struct]) -> Handler:
+        """Handler of an endpoint that answers from the model's files alone."""
+
+        def handle(request: HttpRequest, responder: Responder) -> Awaitable[None] | None:
+            if len(request.body) > INLINE_BODY_BYTES:
+                return in_thread(request, responder)
+            _answer(responder, lambda: make(request.body, self._models, strict=self._strict))
+            return None
+
+        async def in_thread(request: HttpRequest, responder: Responder) -> None:
+            try:
+                made = await self._threads.run(lambda: make(request.body, self._models, strict=self._strict))
+            except HeadwaterError as error:
+                _send_error(responder, error)
+                return
+            responder.send(200, (JSON,), _encode(made))
+
+        return handle
+
+    def list_models(self, _request: HttpRequest, responder: Responder) -> None:
+        data = [_describe(model, name) for model in self._models.all() for name in model.card.served_names]
+        responder.send(200, (JSON,), _encode(ModelList("list", data)))
+
+    def show_model(self, request: HttpRequest, responder: Responder) -> None:
+        name = request.path_params.get("model", "")
+        _answer(responder, lambda: _describe(_existing(self._models, name), name))
+
+    def _begin(self, generation: Generation, responder: Responder, since: float) -> None:
+        observer = self._observer.accepted(
+            generation.endpoint, generation.model.card.name, generation.num_prompt_tokens, generation.num_choices
+        )
+        kind = StreamAnswer if generation.stream else WholeAnswer
+        kind(generation, responder, self._around, observer, since).begin()
+
+    def _refuse(self, endpoint: Endpoint, error: HeadwaterError, responder: Responder) -> None:
+        self._observer.refused(endpoint, "", error)
+        _send_error(responder, error)
+
+
+def _existing(models: ModelLookup, name: str) -> ServedModel:
+    """A model that is not there is not found, even while nothing is served."""
+    if not models.all():
+        raise ModelNotFound(f"model {name} does not exist here", param="model")
+    return find_model(models, name)
+
+
+def _describe(model: ServedModel, name: str) -> ModelAnswer:
+    card = model.card
+    return ModelAnswer(
+        id=name,
+        object="model",
+        created=card.created,
+        owned_by="headwater",
+        root=card.name,
+        parent=None,
+        max_model_len=card.max_model_len,
+        context_window=card.max_model_len,
+    )
+
+
+def _answer(responder: Responder, make: Callable[[], msgspec.Struct]) -> None:
+    try:
+        made = make()
+    except HeadwaterError as error:
+        _send_error(responder, error)
+        return
+    responder.send(200, (JSON,), _encode(made))
+
+
+def _send_error(responder: Responder, error: HeadwaterError) -> None:
+    reply = reply_for(error)
+    responder.send(reply.status, reply.headers, reply.body)

@@ -1,0 +1,96 @@
+"""Prompt text to token ids and block ids, with limits that hold before the work is done.
+
+A hopeless text is refused by arithmetic (no token covers more than so many characters) or after tokenizing a beginning
+that is already too long, so a prompt of any size costs time in proportion to what the model could take at most.
+"""
+
+from dataclasses import dataclass
+
+from headwater.errors import ContextTooLong
+from headwater.frontend.preprocess.tokenizer import Tokenizer
+from headwater.kv.identity import chain_block_ids
+from headwater.types import TOKEN_ID_BYTES
+
+_GENEROUS_CHARS_PER_TOKEN = 8
+_BORDER_TOKENS = 64
+"""A beginning may be tokenized into a few more tokens than it has inside the whole text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Ready for the engine."""
+
+    ids: bytes
+    block_ids: bytes
+    namespace: bytes
+    text: str | None = None
+    """What was tokenized; None when the client sent ids."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids) // TOKEN_ID_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """What a model takes."""
+
+    max_model_len: int
+    longest_token_chars: int | None
+    block_size: int
+
+    def check_chars(self, num_chars: int, param: str) -> None:
+        """Refuse what cannot fit whatever the tokens turn out to be."""
+        if self.longest_token_chars is None:
+            return
+        at_least = -(-num_chars // self.longest_token_chars)
+        if at_least >= self.max_model_len:
+            raise ContextTooLong(
+                f"the prompt has {num_chars:,} characters, at least {at_least:,} tokens; "
+                f"the model's context is {self.max_model_len:,} tokens",
+                param=param,
+            )
+
+    def encode(self, tokenizer: Tokenizer, text: str, param: str, *, add_special_tokens: bool) -> bytes:
+        """Ids of a text that might fit. Raises `ContextTooLong` without tokenizing much more than would fit."""
+        self.check_chars(len(text), param)
+        generous = self.max_model_len * _GENEROUS_CHARS_PER_TOKEN
+        if len(text) > 2 * generous:
+            beginning = tokenizer.encode(text[:generous], add_special_tokens=add_special_tokens)
+            num_tokens = len(beginning) // TOKEN_ID_BYTES
+            if num_tokens > self.max_model_len + _BORDER_TOKENS:
+                raise ContextTooLong(
+                    f"the prompt has {len(text):,} characters, its first {generous:,} alone are {num_tokens:,} "
+                    f"tokens; the model's context is {self.max_model_len:,} tokens",
+                    param=param,
+                )
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def prompt(self, ids: bytes, namespace: bytes, text: str | None = None) -> Prompt:
+        return Prompt(ids, chain_block_ids(namespace, ids, self.block_size), namespace, text)
+
+    def fit_max_tokens(self, num_prompt_tokens: int, max_tokens: int | None, default: int | None, param: str) -> int:
+        """How many tokens may be generated: as asked, else `default` (None: all that fit)."""
+        room = self.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise ContextTooLong(
+                f"the prompt has {num_prompt_tokens:,} tokens, the model's context is {self.max_model_len:,}: "
+                f"at most {self.max_model_len - 1:,} prompt tokens leave room for an answer",
+                param=param,
+            )
+        if max_tokens is None:
+            return room if default is None else min(default, room)
+        if max_tokens > room:
+            raise ContextTooLong(self._does_not_fit(num_prompt_tokens, max_tokens), param=param)
+        return max_tokens
+
+    def _does_not_fit(self, num_prompt_tokens: int, max_tokens: int) -> str:
+        longest = self.max_model_len
+        start = (
+            f"the prompt has {num_prompt_tokens:,} tokens and max_tokens is {max_tokens:,}, "
+            f"together {num_prompt_tokens + max_tokens:,} > {longest:,}: "
+        )
+        at_most = f"max_tokens at most {longest - num_prompt_tokens:,} with this prompt"
+        if max_tokens >= longest:
+            return start + at_most
+        return start + f"at most {longest - max_tokens:,} prompt tokens, or {at_most}"
