@@ -44,6 +44,8 @@ class IpcEndpoints:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        if "#" in str(folder):
+            raise ConfigError(f"folder {folder} cannot hold sockets: '#' separates the parts of an address")
         if len(os.fsencode(folder)) + 24 > _MAX_UNIX_PATH:
             raise ConfigError(
                 f"folder {folder} is too long for sockets: at most {_MAX_UNIX_PATH - 24} bytes",

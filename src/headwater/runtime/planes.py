@@ -2,7 +2,13 @@
 
 from typing import Protocol
 
+from headwater.clock import RealClock
 from headwater.runtime.endpoints import Endpoints
+from headwater.runtime.events.base import EventPublisher, EventSubscriber
+from headwater.runtime.events.inproc_transport import InprocAir, InprocBroadcaster, InprocReceiver
+from headwater.runtime.events.publisher import Publisher
+from headwater.runtime.events.subscriber import Subscriber
+from headwater.runtime.events.zmq_transport import ZmqBroadcaster, ZmqTuner
 from headwater.runtime.requests.base import RequestListener, WorkerLink
 from headwater.runtime.requests.inproc_transport import InprocAcceptor, InprocDialer, InprocNetwork
 from headwater.runtime.requests.link import Link
@@ -19,6 +25,10 @@ class Planes(Protocol):
 
     def link(self, address: str, frontend_id: str) -> WorkerLink: ...
 
+    def publisher(self) -> EventPublisher: ...
+
+    def subscriber(self) -> EventSubscriber: ...
+
     async def close(self) -> None:
         """To be called after everything made here was closed."""
         ...
@@ -29,6 +39,7 @@ class ZmqPlanes:
 
     def __init__(self, endpoints: Endpoints, limits: Limits | None = None) -> None:
         self._context = ZmqContext()
+        self._clock = RealClock()
         self._endpoints = endpoints
         self._limits = limits or Limits()
 
@@ -37,6 +48,13 @@ class ZmqPlanes:
 
     def link(self, address: str, frontend_id: str) -> Link:
         return Link(ZmqDialer(self._context, address, self._limits), frontend_id, self._limits)
+
+    def publisher(self) -> Publisher:
+        return Publisher(ZmqBroadcaster(self._context, self._endpoints, self._limits), self._clock)
+
+    def subscriber(self) -> Subscriber:
+        tuner = ZmqTuner(self._context, self._limits)
+        return Subscriber(tuner.receiver, on_close=tuner.close)
 
     async def close(self) -> None:
         await self._context.term()
@@ -47,13 +65,21 @@ class InprocPlanes:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
+        self._clock = RealClock()
         self.network = InprocNetwork()
+        self.air = InprocAir()
 
     def listener(self) -> Listener:
         return Listener(InprocAcceptor(self.network), self._limits)
 
     def link(self, address: str, frontend_id: str) -> Link:
         return Link(InprocDialer(self.network, address), frontend_id, self._limits)
+
+    def publisher(self) -> Publisher:
+        return Publisher(InprocBroadcaster(self.air), self._clock)
+
+    def subscriber(self) -> Subscriber:
+        return Subscriber(lambda address: InprocReceiver(self.air, address))
 
     async def close(self) -> None:
         """Nothing is held."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import zmq
 import zmq.backend
 
+from headwater.errors import ConfigError
 from headwater.runtime.wire import MAX_MESSAGE_BYTES, Limits
 
 RawSocket = zmq.backend.Socket
@@ -44,13 +45,13 @@ class ZmqContext:
         self._context.set(int(zmq.MAX_SOCKETS), _MAX_SOCKETS)
         self._sockets: set[RawSocket] = set()
 
-    def socket(self, kind: int, limits: Limits) -> RawSocket:
+    def socket(self, kind: int, limits: Limits, max_message_bytes: int = MAX_MESSAGE_BYTES) -> RawSocket:
         socket = RawSocket(self._context, kind)
         self._sockets.add(socket)
         options = {
             zmq.SNDHWM: limits.queue_messages,
             zmq.RCVHWM: limits.queue_messages,
-            zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
+            zmq.MAXMSGSIZE: max_message_bytes,
             zmq.HEARTBEAT_IVL: round(limits.heartbeat_s * 1000),
             zmq.HEARTBEAT_TIMEOUT: round(limits.silence_s * 1000),
             zmq.HEARTBEAT_TTL: round(limits.silence_s * 1000),
@@ -160,8 +161,21 @@ def receive_parts(socket: RawSocket) -> list[bytes]:
     return parts
 
 
-def last_endpoint(socket: RawSocket) -> str:
-    """The address a bind led to."""
-    value = socket.get(int(zmq.LAST_ENDPOINT))
-    assert isinstance(value, bytes)
-    return value.rstrip(b"\0").decode()
+def bind(context: ZmqContext, socket: RawSocket, endpoint: str) -> str:
+    """Returns the address it led to. A socket that cannot be bound is closed."""
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        context.close(socket)
+        raise ConfigError(f"cannot listen on {endpoint}: {error}") from error
+    bound = socket.get(int(zmq.LAST_ENDPOINT))
+    assert isinstance(bound, bytes)
+    return bound.rstrip(b"\0").decode()
+
+
+def connect(socket: RawSocket, endpoint: str) -> None:
+    """Begin to connect. Raises `ConfigError` for what is no address."""
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{endpoint!r} cannot be dialled: {error}") from error

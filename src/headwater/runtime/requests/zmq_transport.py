@@ -27,7 +27,8 @@ from headwater.runtime.zeromq import (
     Monitor,
     Pump,
     ZmqContext,
-    last_endpoint,
+    bind,
+    connect,
     receive_parts,
 )
 
@@ -62,7 +63,7 @@ class ZmqDialer:
         self._socket.set(int(zmq.RECONNECT_IVL), NEVER_RECONNECT_MS)
         self._monitor = Monitor(self._context, self._socket, _LOST, self._on_event)
         self._pump = Pump(self._socket, self._receive)
-        self._socket.connect(self.address)
+        connect(self._socket, self.address)
 
     def transmit(self, message: bytes) -> None:
         try:
@@ -104,8 +105,7 @@ class ZmqAcceptor:
         self._socket.set(int(zmq.ROUTER_MANDATORY), 1)
         self._monitor = Monitor(self._context, self._socket, _ACCEPTED | _DISCONNECTED, self._on_event)
         self._pump = Pump(self._socket, self._receive)
-        self._socket.bind(self._endpoints.new("requests"))
-        self.address = last_endpoint(self._socket)
+        self.address = bind(self._context, self._socket, self._endpoints.new("requests"))
         return self.address
 
     def transmit(self, peer: bytes, message: bytes) -> None:

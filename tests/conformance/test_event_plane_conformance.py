@@ -1,0 +1,70 @@
+"""Both event planes against the contract."""
+
+import pytest
+
+from headwater.runtime.endpoints import Endpoints, IpcEndpoints, TcpEndpoints
+from headwater.runtime.events.conformance import EventPlaneConformance
+from headwater.runtime.events.inproc_transport import InprocAir, InprocBroadcaster, InprocReceiver
+from headwater.runtime.events.transport import Broadcaster, MakeReceiver
+from headwater.runtime.events.zmq_transport import ZmqBroadcaster, ZmqTuner
+from headwater.runtime.wire import Limits
+from headwater.runtime.zeromq import ZmqContext
+
+
+class TestInprocEventPlane(EventPlaneConformance):
+    def start(self) -> None:
+        self.air = InprocAir()
+
+    async def stop(self) -> None:
+        assert not self.air.broadcasters
+        assert not self.air.receivers
+
+    def broadcaster(self, former: str | None = None) -> Broadcaster:
+        made = InprocBroadcaster(self.air)
+        made.address = former or made.address
+        return made
+
+    def receiver(self) -> MakeReceiver:
+        return lambda address: InprocReceiver(self.air, address)
+
+
+class Former:
+    """Endpoints used before, in order."""
+
+    def __init__(self, address: str) -> None:
+        self.left = address.split("#")
+
+    def new(self, purpose: str) -> str:
+        return self.left.pop(0)
+
+
+class TestZmqIpcEventPlane(EventPlaneConformance):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self.folder = tmp_path_factory.mktemp("p") / "run"
+
+    def endpoints(self) -> Endpoints:
+        return IpcEndpoints(self.folder)
+
+    def start(self) -> None:
+        self.context = ZmqContext()
+        self.tuners: list[ZmqTuner] = []
+
+    async def stop(self) -> None:
+        for tuner in self.tuners:
+            tuner.close()
+        assert not self.context._sockets
+        await self.context.term()
+
+    def broadcaster(self, former: str | None = None) -> Broadcaster:
+        endpoints = self.endpoints() if former is None else Former(former)
+        return ZmqBroadcaster(self.context, endpoints, Limits())  # type: ignore[arg-type]
+
+    def receiver(self) -> MakeReceiver:
+        self.tuners.append(ZmqTuner(self.context, Limits()))
+        return self.tuners[-1].receiver
+
+
+class TestZmqTcpEventPlane(TestZmqIpcEventPlane):
+    def endpoints(self) -> Endpoints:
+        return TcpEndpoints("127.0.0.1", insecure=False)
