@@ -17,6 +17,7 @@ ROPE_DIVISORS: Final = "rope_freqs.weight"
 ROPE_LONG: Final = "rope_factors_long.weight"
 ROPE_SHORT: Final = "rope_factors_short.weight"
 
+_PUBLISHED: Final = {"F16": "float16", "BF16": "bfloat16"}
 _TOP_NAMES: Final = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -90,7 +91,7 @@ def gguf_config(gguf: GgufFile, tensors: dict[str, GgufTensor], rope: GgufRope) 
         attention_output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        torch_dtype="float32",
+        torch_dtype=_PUBLISHED.get(tensors["token_embd.weight"].type.name, "float32"),
     )
 
 

@@ -1,0 +1,45 @@
+"""Models for tests: the real demo model and tiny ones with random weights. torch is imported only where one is used."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headwater.errors import ModelError
+from headwater.weights import ResolvedModel, resolve
+
+if TYPE_CHECKING:
+    from model_fixtures import TinyModel
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> ResolvedModel:
+    """The demo model, found as a user would find it."""
+    try:
+        return resolve(None)
+    except ModelError as error:
+        pytest.skip(f"the demo model is neither here nor to be had: {error}")
+
+
+@pytest.fixture(scope="session")
+def demo_reference(demo_model: ResolvedModel) -> Any:
+    """transformers' model in float32 with exactly the weights that the native engine computes with."""
+    from headwater.engines.native.checkpoints import open_checkpoint
+    from model_fixtures import reference_of
+
+    return reference_of(open_checkpoint(demo_model))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., TinyModel]":
+    """`tiny_model(family, rope)`: built once per session."""
+    from model_fixtures import build_tiny_model
+
+    built: dict[tuple[str, str], TinyModel] = {}
+
+    def get(family: str, rope: str = "default") -> "TinyModel":
+        if (family, rope) not in built:
+            built[family, rope] = build_tiny_model(tmp_path_factory.mktemp(f"{family}-{rope}"), family, rope)
+        return built[family, rope]
+
+    return get
