@@ -20,11 +20,14 @@ from headwater.frontend.openai.sampling import (
     structured_spec,
     text_options,
 )
-from headwater.frontend.openai.schema import ChatMessage, ChatRequest, NvExt, TemplateFields
+from headwater.frontend.openai.schema import ChatMessage, ChatRequest, NvExt, TokenizeRequest
 from headwater.frontend.openai.tool_choice import tool_use
 from headwater.frontend.postprocess.stop import StopStrings
 from headwater.frontend.preprocess.template import ChatTemplate
 from headwater.frontend.preprocess.tokenizer import unpack_ids
+
+TemplateFields = ChatRequest | TokenizeRequest
+"""Requests that say how messages become a prompt."""
 
 CHAT = Shape.of(ChatRequest, CHAT_UNSUPPORTED)
 _NO_NVEXT = NvExt()

@@ -175,21 +175,19 @@ class NamedToolChoice(msgspec.Struct):
     type: str = "function"
 
 
-class TemplateFields(msgspec.Struct, kw_only=True):
-    """How messages become a prompt."""
+ToolList = Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)]
 
-    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+
+class ChatRequest(GenerationFields, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: MessageList
+    tools: ToolList | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
-
-
-class ChatRequest(GenerationFields, TemplateFields, kw_only=True):
-    """`POST /v1/chat/completions`."""
-
-    messages: MessageList
     add_special_tokens: bool = False
     max_completion_tokens: Annotated[TokenCount | None, _about("Newer name of max_tokens; wins over it.")] = None
     logprobs: bool | None = None
@@ -207,11 +205,17 @@ class CompletionRequest(GenerationFields, kw_only=True):
     add_special_tokens: bool = True
 
 
-class TokenizeRequest(TemplateFields, kw_only=True):
+class TokenizeRequest(msgspec.Struct, kw_only=True):
     """`POST /tokenize`: a prompt or messages."""
 
     model: str
     messages: MessageList | None = None
+    tools: ToolList | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None

@@ -1,0 +1,212 @@
+"""In-memory twins of what surrounds the OpenAI layer: a dispatcher that a test drives, a responder that records."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headwater.clock import RealClock
+from headwater.config.schema import FrontendConfig
+from headwater.errors import HeadwaterError
+from headwater.frontend.dispatch import TokenSink
+from headwater.frontend.http.base import Headers, HttpRequest
+from headwater.frontend.openai.observer import Endpoint, RequestObserver, RequestSummary
+from headwater.frontend.openai.serving import ServedModel, openai_routes
+from headwater.frontend.preprocess.tokenizer import unpack_ids
+from headwater.protocol.cluster import ModelCard
+from headwater.protocol.request import EngineRequest, SequenceOutput, TokenLogprobs
+
+
+@dataclass
+class Submitted:
+    request: EngineRequest
+    sink: TokenSink
+
+
+class FakeDispatcher:
+    """Keeps what is submitted; the test plays the worker."""
+
+    def __init__(self) -> None:
+        self.sequences: dict[int, Submitted] = {}
+        self.requests: list[EngineRequest] = []
+        self.aborted: list[int] = []
+        self.refusal: HeadwaterError | None = None
+        self.on_submit: Callable[[], None] | None = None
+
+    def submit(self, card: ModelCard, requests: Sequence[EngineRequest], sinks: Sequence[TokenSink]) -> list[int]:
+        if self.refusal is not None:
+            raise self.refusal
+        streams: list[int] = []
+        for request, sink in zip(requests, sinks, strict=True):
+            request.stream = len(self.requests) + 1
+            self.requests.append(request)
+            self.sequences[request.stream] = Submitted(request, sink)
+            streams.append(request.stream)
+        if self.on_submit is not None:
+            self.on_submit()
+        return streams
+
+    def abort(self, streams: Sequence[int]) -> None:
+        for stream in streams:
+            if self.sequences.pop(stream, None) is not None:
+                self.aborted.append(stream)
+
+    def worker_of(self, stream: int) -> str | None:
+        return f"worker-{stream}" if stream in self.sequences else None
+
+    def emit(
+        self,
+        stream: int,
+        token_ids: Sequence[int] = (),
+        finish: str | None = None,
+        *,
+        logprobs: list[TokenLogprobs] | None = None,
+        **rest: Any,
+    ) -> None:
+        """One step of one sequence; silent for sequences that are no longer there."""
+        sequence = self.sequences.get(stream)
+        if sequence is None:
+            return
+        if finish is not None:
+            del self.sequences[stream]
+        sequence.sink.on_output(SequenceOutput(stream, list(token_ids), finish, logprobs=logprobs, **rest))
+
+    def fail(self, stream: int, error: HeadwaterError) -> None:
+        self.sequences.pop(stream).sink.on_error(error)
+
+
+@dataclass
+class FakeResponder:
+    """Records an answer; asserts that nothing is said twice."""
+
+    status: int = 0
+    headers: Headers = ()
+    body: bytes = b""
+    writes: list[bytes] = field(default_factory=list)
+    streaming: bool = False
+    finished: bool = False
+    disconnected: bool = False
+    pending_bytes: int = 0
+    callbacks: list[Callable[[], None]] = field(default_factory=list)
+
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        if self.disconnected:
+            callback()
+        self.callbacks.append(callback)
+
+    def send(self, status: int, headers: Headers, body: bytes) -> None:
+        assert not self.status, "answered twice"
+        self.status, self.headers, self.body, self.finished = status, headers, body, True
+
+    def start(self, status: int, headers: Headers) -> None:
+        assert not self.status, "answered twice"
+        self.status, self.headers, self.streaming = status, headers, True
+
+    def write(self, data: bytes) -> None:
+        assert self.streaming
+        assert not self.finished, "written after the end"
+        self.writes.append(data)
+        self.body += data
+
+    def finish(self) -> None:
+        assert self.streaming
+        assert not self.finished
+        self.finished = True
+
+    def abort(self) -> None:
+        self.finished = True
+
+    def disconnect(self) -> None:
+        self.disconnected = True
+        for callback in self.callbacks:
+            callback()
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = self.json()["error"]
+        return error
+
+    def events(self) -> list[Any]:
+        """Data of all events; the last is the string `[DONE]` once the stream is complete."""
+        events: list[Any] = []
+        for block in self.body.decode().split("\n\n"):
+            for line in block.splitlines():
+                if line.startswith("data: "):
+                    data = line.removeprefix("data: ")
+                    events.append(data if data == "[DONE]" else json.loads(data))
+        return events
+
+    def text(self, choice: int = 0) -> str:
+        """Content of one streamed choice."""
+        parts: list[str] = []
+        for event in self.events():
+            for entry in event["choices"] if event != "[DONE]" else ():
+                if entry["index"] == choice:
+                    parts.append((entry["delta"].get("content") or "") if "delta" in entry else entry["text"])
+        return "".join(parts)
+
+
+class RecordingObserver:
+    def __init__(self) -> None:
+        self.refusals: list[HeadwaterError] = []
+        self.ttfts: list[float] = []
+        self.num_tokens = 0
+        self.summaries: list[RequestSummary] = []
+
+    def accepted(self, endpoint: Endpoint, model: str, prompt_tokens: int, choices: int) -> RequestObserver:
+        return self
+
+    def refused(self, endpoint: Endpoint, model: str, error: HeadwaterError) -> None:
+        self.refusals.append(error)
+
+    def first_token(self, ttft_s: float) -> None:
+        self.ttfts.append(ttft_s)
+        self.num_tokens += 1
+
+    def tokens(self, count: int, gap_s: float) -> None:
+        self.num_tokens += count
+
+    def finished(self, summary: RequestSummary) -> None:
+        self.summaries.append(summary)
+
+
+class Api:
+    """The routes around fixed models."""
+
+    def __init__(self, *models: ServedModel, strict: bool = False, request_timeout: float = 0.0) -> None:
+        self.models = {name: model for model in models for name in model.card.served_names}
+        self.dispatcher = FakeDispatcher()
+        self.observer = RecordingObserver()
+        config = FrontendConfig(strict=strict, request_timeout=request_timeout)
+        routes = openai_routes(self, self.dispatcher, config, RealClock(), self.observer)
+        self.handlers = {(route.method, route.path): route.handler for route in routes}
+
+    def get(self, name: str) -> ServedModel | None:
+        return self.models.get(name)
+
+    def all(self) -> list[ServedModel]:
+        return list(dict.fromkeys(self.models.values()))
+
+    async def post(self, path: str, body: bytes | dict[str, Any]) -> FakeResponder:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self._call("POST", path, HttpRequest("POST", path, "", {}, data, "test", request_id="req1"))
+
+    async def get_path(self, path: str, template: str | None = None, **params: str) -> FakeResponder:
+        request = HttpRequest("GET", path, "", {}, b"", "test", params, request_id="req1")
+        return await self._call("GET", template or path, request)
+
+    async def _call(self, method: str, path: str, request: HttpRequest) -> FakeResponder:
+        responder = FakeResponder()
+        pending = self.handlers[method, path](request, responder)
+        if pending is not None:
+            await pending
+        return responder
+
+    def prompt_text(self, number: int = -1) -> str:
+        """What the tokenizer made of the last prompt, back as text."""
+        request = self.dispatcher.requests[number]
+        model = self.models[request.model]
+        return model.tokenizer.decode(unpack_ids(request.prompt), skip_special_tokens=False)
