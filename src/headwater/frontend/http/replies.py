@@ -7,7 +7,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from headwater.errors import HeadwaterError, RequestError, Unavailable
+from headwater.errors import HeadwaterError, RequestError, Unauthorized, Unavailable
 from headwater.frontend.http.base import Headers
 
 JSON = (b"content-type", b"application/json")
@@ -54,6 +54,8 @@ def reply_for(error: HeadwaterError) -> Reply:
     """The answer to a request that failed with `error`."""
     param = error.param if isinstance(error, RequestError) else None
     reply = error_reply(error.http_status, error.message, code=error.code, param=param)
+    if isinstance(error, Unauthorized):
+        return Reply(reply.status, (*reply.headers, (b"www-authenticate", b"Bearer")), reply.body)
     if not isinstance(error, Unavailable):
         return reply
     retry_after = b"%d" % max(1, math.ceil(error.retry_after_s))

@@ -1,0 +1,129 @@
+"""The application behind the HTTP edge: routes, keys, limits, and the account of every request.
+
+One instance is the handler of one server. A request passes here in this order: record, route, key, drain and limit,
+handler. Its end comes back through `on_answered`, which counts it and writes its log line.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable
+
+from headwater.errors import Draining, HeadwaterError, RateLimited
+from headwater.frontend.auth import ApiKeys
+from headwater.frontend.http.base import HttpRequest, Responder
+from headwater.frontend.http.replies import Reply, reply_for
+from headwater.frontend.metrics import FrontendMetrics
+from headwater.frontend.records import OpenRequests, RequestRecord
+from headwater.frontend.routes import Route, RouteTable
+
+request_log = logging.getLogger("headwater.request")
+
+NO_ROUTE = "(none)"
+"""What requests are counted under that match no route, whose paths are the client's to choose."""
+_RETRY_AFTER_S = 1.0
+
+
+class Application:
+    """Implements `Handler` and `OnAnswered`."""
+
+    def __init__(
+        self,
+        routes: Iterable[Route],
+        keys: ApiKeys,
+        records: OpenRequests,
+        metrics: FrontendMetrics,
+        *,
+        max_concurrent_requests: int,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.draining = False
+        self._routes = RouteTable(routes)
+        self._keys = keys
+        self._records = records
+        self._metrics = metrics
+        self._limit = max_concurrent_requests
+        self._num_generating = 0
+        self._now = now
+
+    @property
+    def num_generating(self) -> int:
+        """Requests that are being answered by workers."""
+        return self._num_generating
+
+    def __call__(self, request: HttpRequest, responder: Responder) -> Awaitable[None] | None:
+        route = self._routes.find(request)
+        if isinstance(route, Reply):
+            self._records.begin(request, NO_ROUTE)
+            responder.send(route.status, route.headers, route.body)
+            return None
+        record = self._records.begin(request, route.path)
+        try:
+            if not route.open:
+                self._keys.check(request)
+            if route.generates:
+                self._admit(record)
+        except HeadwaterError as error:
+            reply = reply_for(error)
+            responder.send(reply.status, reply.headers, reply.body)
+            return None
+        return route.handler(request, responder)
+
+    def on_answered(self, request: HttpRequest, status: int, complete: bool) -> None:
+        record = self._records.end(request.request_id)
+        self._metrics.answered(record.route if record is not None else NO_ROUTE, status, complete)
+        if record is None:
+            return
+        if record.generates:
+            self._num_generating -= 1
+        duration_s = self._now() - record.received
+        if record.model and complete:
+            self._metrics.model(record.model).duration.observe(duration_s)
+        level = logging.INFO if record.generates else logging.DEBUG
+        if request_log.isEnabledFor(level):
+            _write_line(level, request, record, status, complete, duration_s)
+
+    def _admit(self, record: RequestRecord) -> None:
+        if self.draining:
+            raise Draining("this frontend is shutting down", retry_after_s=_RETRY_AFTER_S)
+        if self._num_generating >= self._limit:
+            raise RateLimited(
+                f"{self._num_generating} requests are in progress, the limit is {self._limit}",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        record.generates = True
+        self._num_generating += 1
+
+
+def _write_line(
+    level: int, request: HttpRequest, record: RequestRecord, status: int, complete: bool, duration_s: float
+) -> None:
+    """One line with the same facts for people (in the message) and for machines (as fields)."""
+    fields: dict[str, object] = {
+        "request_id": record.request_id,
+        "method": request.method,
+        "path": request.path[:200],
+        "client": request.client,
+        "status": status,
+        "e2e_ms": _ms(duration_s),
+    }
+    if not complete:
+        fields["disconnected"] = True
+    if record.trace_id:
+        fields["trace_id"] = record.trace_id
+    if record.model:
+        fields["model"] = record.model
+        fields["worker"] = record.worker_id
+        fields["prompt_tokens"] = record.prompt_tokens
+        fields["cached_tokens"] = record.cached_tokens
+        fields["output_tokens"] = record.output_tokens
+        if record.first_token:
+            fields["ttft_ms"] = _ms(record.first_token - record.received)
+    if record.error_code:
+        fields["error"] = record.error_code
+    message = " ".join([f"{name}={value}" for name, value in fields.items()])
+    request_log.log(level, "%s", message, extra=fields)
+
+
+def _ms(seconds: float) -> float:
+    return math.floor(seconds * 1e5 + 0.5) / 100

@@ -1,0 +1,196 @@
+"""The cluster as this frontend sees it: follows the registry, keeps a connection to every worker.
+
+Who may get requests: a worker with a lease in state `ready`, once it is connected. A broken connection takes it out
+of rotation at once and ends its open streams with an error; while its lease stands it is connected again. A lease
+that is gone takes it out of rotation at once too, but its streams go on as long as the connection lives: a worker
+that gives up its lease may still be finishing. A registry outage changes nothing.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from headwater.errors import HeadwaterError, WorkerLost
+from headwater.frontend.connection import OpenLink, WorkerConnection
+from headwater.frontend.dispatcher import ClusterDispatcher
+from headwater.frontend.models import ModelSet
+from headwater.protocol.cluster import Instance
+from headwater.protocol.events import EventBatch, EventSnapshot
+from headwater.protocol.frames import StepFrame
+from headwater.router.view import ClusterView
+from headwater.runtime.events.base import EventSubscriber
+from headwater.runtime.registry.base import (
+    InstanceGone,
+    InstancePut,
+    ModelGone,
+    ModelPut,
+    Outage,
+    Registry,
+    RegistryEvent,
+    Synced,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Cluster:
+    """Owns the connections and feeds view, models and dispatcher."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        open_link: OpenLink,
+        subscriber: EventSubscriber,
+        view: ClusterView,
+        models: ModelSet[Any],
+        dispatcher: ClusterDispatcher,
+    ) -> None:
+        self.registry_reachable = True
+        self._registry = registry
+        self._open_link = open_link
+        self._subscriber = subscriber
+        self._view = view
+        self._models = models
+        self._dispatcher = dispatcher
+        self._connections: dict[str, WorkerConnection] = {}
+        self._retired: set[WorkerConnection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def start(self) -> None:
+        self._spawn(self._follow_registry())
+
+    async def close(self) -> None:
+        """Idempotent."""
+        self._closed = True
+        self._dispatcher.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for connection in (*self._connections.values(), *self._retired):
+            await connection.close()
+        self._connections.clear()
+        self._retired.clear()
+        await self._models.close()
+
+    def connection(self, worker_id: str) -> WorkerConnection | None:
+        return self._connections.get(worker_id)
+
+    # -- registry -----------------------------------------------------------------------------------------------
+
+    async def _follow_registry(self) -> None:
+        async for event in self._registry.watch():
+            self.apply(event)
+
+    def apply(self, event: RegistryEvent) -> None:
+        match event:
+            case InstancePut(instance):
+                self._put(instance)
+            case InstanceGone(worker_id):
+                self._gone(worker_id)
+            case ModelPut(entry):
+                self._models.put_catalogue(entry)
+            case ModelGone(name):
+                self._models.remove_catalogue(name)
+            case Synced():
+                self._models.synced = True
+            case Outage(reachable, reason):
+                self._outage(reachable, reason)
+
+    def _put(self, instance: Instance) -> None:
+        connection = self._connections.get(instance.worker_id)
+        self._view.put(instance)
+        if connection is not None:
+            connection.instance = instance
+        else:
+            connection = WorkerConnection(instance, self._open_link, self)
+            self._connections[instance.worker_id] = connection
+            connection.start()
+            logger.info("worker %s appeared (%s, %s)", instance.worker_id, instance.card.name, instance.state)
+        self._models.refresh()
+
+    def _gone(self, worker_id: str) -> None:
+        connection = self._connections.pop(worker_id, None)
+        self._view.remove(worker_id)
+        if connection is None:
+            return
+        logger.info("worker %s is gone from the registry", worker_id)
+        connection.retired = True
+        self._models.remove_source(connection)
+        if connection.connected and self._dispatcher.has_streams(connection):
+            self._retired.add(connection)
+        else:
+            self._spawn(self._end(connection))
+
+    def _outage(self, reachable: bool, reason: str) -> None:
+        self.registry_reachable = reachable
+        if reachable:
+            logger.info("the registry can be reached again")
+        else:
+            logger.warning("the registry cannot be reached (%s); serving goes on with what is known", reason)
+
+    # -- ConnectionOwner ----------------------------------------------------------------------------------------
+
+    def on_connected(self, connection: WorkerConnection) -> None:
+        if connection.retired:
+            return
+        worker_id = connection.worker_id
+        logger.info("worker %s is connected", worker_id)
+        self._view.set_connected(worker_id, True)
+        self._dispatcher.add_connection(connection)
+        self._models.add_source(connection)
+        self._spawn(self._subscribe(connection))
+
+    def on_step(self, connection: WorkerConnection, frame: StepFrame) -> None:
+        self._dispatcher.on_step(frame)
+        if connection.retired and not self._dispatcher.has_streams(connection):
+            self._retired.discard(connection)
+            self._spawn(self._end(connection))
+
+    def on_lost(self, connection: WorkerConnection, error: HeadwaterError) -> None:
+        self._view.set_connected(connection.worker_id, False)
+        self._dispatcher.remove_connection(connection, error)
+        self._models.remove_source(connection)
+        self._spawn(self._unsubscribe(connection))
+        if connection.retired:
+            self._retired.discard(connection)
+            self._spawn(self._end(connection))
+
+    # -- events -------------------------------------------------------------------------------------------------
+
+    async def _subscribe(self, connection: WorkerConnection) -> None:
+        address = connection.instance.event_address
+        with contextlib.suppress(HeadwaterError):
+            await self._subscriber.subscribe(address, self._on_batch, self._on_snapshot)
+
+    async def _unsubscribe(self, connection: WorkerConnection) -> None:
+        await self._subscriber.unsubscribe(connection.instance.event_address)
+
+    def _on_batch(self, batch: EventBatch) -> None:
+        self._view.apply(batch.worker_id, batch.events)
+
+    def _on_snapshot(self, snapshot: EventSnapshot) -> None:
+        self._view.rebuild(snapshot)
+
+    # -- tasks --------------------------------------------------------------------------------------------------
+
+    async def _end(self, connection: WorkerConnection) -> None:
+        error = WorkerLost(f"worker {connection.worker_id} is gone")
+        self._dispatcher.remove_connection(connection, error)
+        await self._unsubscribe(connection)
+        await connection.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._closed:
+            work.close()
+            return
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a cluster task failed", exc_info=task.exception())

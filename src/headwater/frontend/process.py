@@ -1,0 +1,220 @@
+"""The frontend process: puts the parts together, serves until told to stop, drains.
+
+The only place that chooses concrete parts. `Frontend` can also be started inside another process's loop, over any
+planes and registry: that is how tests and the in-process cluster run it.
+"""
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import os
+import resource
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from headwater.clock import RealClock
+from headwater.config.schema import FrontendConfig, ServeConfig
+from headwater.errors import ConfigError
+from headwater.frontend.admin import AdminPages, FrontendState
+from headwater.frontend.app import Application
+from headwater.frontend.artifacts import ArtifactCache
+from headwater.frontend.auth import ApiKeys
+from headwater.frontend.cluster import Cluster
+from headwater.frontend.dispatcher import ClusterDispatcher
+from headwater.frontend.http.limits import HttpLimits
+from headwater.frontend.http.server import HttpServer
+from headwater.frontend.metrics import FrontendMetrics, MetricsPage
+from headwater.frontend.models import ModelSet
+from headwater.frontend.openai.serving import ServedModel, build_model, openai_routes
+from headwater.frontend.policies import load_policy
+from headwater.frontend.records import OpenRequests
+from headwater.frontend.routes import Route
+from headwater.router.router import Router
+from headwater.router.view import ClusterView
+from headwater.runtime.endpoints import parse_bind
+from headwater.runtime.planes import Planes, ZmqPlanes
+from headwater.runtime.registry.base import Registry
+from headwater.runtime.registry.open import open_registry
+
+logger = logging.getLogger(__name__)
+
+_OPEN_PATHS = frozenset(("/docs", "/openapi.json"))
+_GENERATING_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
+_SEQUENCES_PER_REQUEST = 8
+"""Sequences may be open that many times the limit of concurrent requests (n > 1, lists of prompts)."""
+_MIN_DESCRIPTORS = 512
+_GC_THRESHOLD = 50_000
+
+OnListening = Callable[[int], None]
+
+
+class Frontend:
+    """One frontend: everything between the HTTP port and the workers."""
+
+    def __init__(
+        self, config: ServeConfig, planes: Planes, registry: Registry, *, cache_folder: Path | None = None
+    ) -> None:
+        limit = config.frontend.max_concurrent_requests
+        frontend_id = f"fe-{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
+        records = OpenRequests()
+        metrics = FrontendMetrics()
+        self._config = config
+        self._clock = RealClock()
+        self._started = self._clock.now()
+        self._subscriber = planes.subscriber()
+        self.view = ClusterView()
+        router = Router(self.view, load_policy(config.router.router_policy))
+        max_streams = limit * _SEQUENCES_PER_REQUEST
+        self.dispatcher = ClusterDispatcher(router, records, metrics, self._clock, max_streams=max_streams)
+        build = partial(build_model, tokenizer_backend=config.frontend.tokenizer_backend)
+        self.models: ModelSet[ServedModel] = ModelSet(self.view, build, ArtifactCache(cache_folder))
+        self.cluster = Cluster(
+            registry,
+            lambda address: planes.link(address, frontend_id),
+            self._subscriber,
+            self.view,
+            self.models,
+            self.dispatcher,
+        )
+        routes = [*self._admin_routes(frontend_id, metrics), *self._api_routes()]
+        keys = ApiKeys(config.frontend.api_key)
+        self.application = Application(routes, keys, records, metrics, max_concurrent_requests=limit)
+        self.server = HttpServer(
+            self.application,
+            http_limits(config.frontend),
+            cors=config.frontend.cors,
+            on_answered=self.application.on_answered,
+        )
+
+    def _admin_routes(self, frontend_id: str, metrics: FrontendMetrics) -> list[Route]:
+        state = FrontendState(
+            frontend_id=frontend_id,
+            draining=lambda: self.application.draining,
+            num_requests=lambda: self.application.num_generating,
+            num_sequences=lambda: self.dispatcher.num_streams,
+            num_connections=lambda: self.server.num_connections,
+            uptime_s=lambda: self._clock.now() - self._started,
+        )
+        page = MetricsPage(metrics, lambda: self.view.workers, lambda: self.server.num_connections)
+        return AdminPages(state, self.cluster, self.models, self.view, page).routes()
+
+    def _api_routes(self) -> list[Route]:
+        offered = openai_routes(self.models, self.dispatcher, self._config.frontend, self._clock)
+        return [
+            Route(spec.method, spec.path, spec.handler, spec.path in _OPEN_PATHS, spec.path in _GENERATING_PATHS)
+            for spec in offered
+        ]
+
+    async def start(self, *, share_port: bool) -> int:
+        """Listen and begin to look for workers; returns the port."""
+        frontend = self._config.frontend
+        try:
+            port = await self.server.start(frontend.host, frontend.port, reuse_port=share_port)
+        except OSError as error:
+            raise _cannot_listen(frontend, error) from error
+        self.cluster.start()
+        return port
+
+    async def stop(self, timeout_s: float) -> bool:
+        """Refuse new requests, let running ones end, leave. True when all ended in time."""
+        self.application.draining = True
+        complete = await self.server.stop(timeout_s)
+        await self.cluster.close()
+        await self._subscriber.close()
+        return complete
+
+
+def http_limits(config: FrontendConfig) -> HttpLimits:
+    return HttpLimits(
+        max_connections=config.max_connections,
+        max_body_bytes=config.max_body,
+        stream_buffer_bytes=config.stream_buffer,
+        header_timeout_s=config.header_timeout,
+        body_timeout_s=config.body_timeout,
+        keepalive_timeout_s=config.keepalive_timeout,
+    )
+
+
+async def run_frontend(
+    config: ServeConfig, *, share_port: bool = False, on_listening: OnListening | None = None
+) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. A second signal ends the draining."""
+    if config.runtime.registry is None:
+        raise ConfigError("a frontend on its own needs --registry", hint="for example --registry file:///run/headwater")
+    _allow_connections(config.frontend.max_connections)
+    planes = ZmqPlanes(parse_bind(config.runtime.bind))
+    registry = open_registry(config.runtime.registry)
+    frontend = Frontend(config, planes, registry, cache_folder=default_cache_folder())
+    stop = _stop_signals()
+    try:
+        port = await frontend.start(share_port=share_port)
+        logger.info("listening on %s:%d", config.frontend.host, port)
+        if on_listening is not None:
+            on_listening(port)
+        _calm_garbage_collector()
+        await stop.get()
+        logger.info("draining: %d requests in progress", frontend.application.num_generating)
+        await _drain(frontend, stop, config.runtime.drain_timeout)
+    finally:
+        await frontend.stop(0.0)
+        await registry.close()
+        await planes.close()
+    return 0
+
+
+def default_cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "headwater" / "artifacts"
+
+
+async def _drain(frontend: Frontend, stop: asyncio.Queue[int], timeout_s: float) -> None:
+    draining = asyncio.ensure_future(frontend.stop(timeout_s))
+    again = asyncio.ensure_future(stop.get())
+    done, _ = await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if draining not in done:
+        logger.warning("told again to stop: leaving now")
+        draining.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await draining
+    elif not draining.result():
+        logger.warning("answers were still running after %g s and were cut off", timeout_s)
+
+
+def _stop_signals() -> asyncio.Queue[int]:
+    loop = asyncio.get_running_loop()
+    received: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, received.put_nowait, number)
+    return received
+
+
+def _allow_connections(max_connections: int) -> None:
+    """Raise the limit of descriptors as far as it is needed and allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + _MIN_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        granted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (granted, hard))
+        if granted < wanted:
+            logger.warning("only %d descriptors are allowed, %d connections may not fit", granted, max_connections)
+
+
+def _calm_garbage_collector() -> None:
+    """What exists now stays; requests leave few cycles behind."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD, 20, 50)
+
+
+def _cannot_listen(config: FrontendConfig, error: OSError) -> ConfigError:
+    where = f"{config.host}:{config.port}"
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"{where} is in use by another process", hint="--port 0 picks a free one")
+    return ConfigError(f"cannot listen on {where}: {error.strerror or error}", hint="--host names an own address")
