@@ -24,10 +24,12 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "serve": Verb("headwater.cli.serve", "serve a model: starts and supervises all parts", "[MODEL] [flags]"),
     "chat": Verb("headwater.cli.chat", "talk to a server from the terminal"),
+    "status": Verb("headwater.cli.status", "show the workers of a running cluster"),
     "doctor": Verb("headwater.cli.doctor", "check this machine and say what to do"),
     "models": Verb("headwater.cli.models", "list models that can be served by name"),
     "bench": Verb("headwater.cli.bench", "measure an OpenAI-compatible server", "serve [flags]"),
     "config": Verb("headwater.cli.config", "show, check and document the configuration", "show|validate|schema|docs"),
+    "frontend": Verb("headwater.cli.frontend", "run one frontend that joins a registry"),
     "completion": Verb("headwater.cli.completion", "print a shell completion script", "SHELL"),
 }
 

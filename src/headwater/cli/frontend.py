@@ -1,0 +1,19 @@
+"""`headwater frontend`: one frontend that joins a registry."""
+
+import argparse
+
+import uvloop
+
+from headwater.cli.flags import add_config_flags, load_from
+from headwater.deploy.logs import configure_logging
+from headwater.frontend.process import run_frontend
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_flags(parser, sections=("frontend", "router", "runtime"), names=("frontends",))
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load_from(args).config
+    configure_logging(config.runtime, "frontend")
+    return uvloop.run(run_frontend(config, share_port=config.frontends > 1))

@@ -1,0 +1,31 @@
+"""The real parts behind `headwater.deploy.child`. Run by the supervisor: `python -m headwater.deploy.parts worker ...`.
+
+Each part's code is imported only in the process that runs it.
+"""
+
+import sys
+
+import uvloop
+
+from headwater.config.schema import ServeConfig
+from headwater.deploy.child import main
+from headwater.deploy.reports import READY, Reporter
+from headwater.engines.base import Progress
+from headwater.errors import InternalError
+
+
+def frontend_part(config: ServeConfig, _index: int, reporter: Reporter) -> None:
+    from headwater.frontend.process import run_frontend
+
+    def listening(port: int) -> None:
+        reporter.progress(Progress(READY, detail=f"listening on port {port}"))
+
+    code = uvloop.run(run_frontend(config, share_port=config.frontends > 1, on_listening=listening))
+    if code:
+        raise InternalError(f"the frontend ended with {code}")
+
+
+PARTS = {"frontend": frontend_part}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], PARTS))
