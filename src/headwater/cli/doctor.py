@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headwater.cli.doctor_checks import CHECKS, Check, Subject
 from headwater.cli.flags import add_config_flags, load_from
 
-_MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def _plain(check: Check) -> dict[str, str]:
 def _print(checks: Sequence[Check]) -> None:
     table = Table.grid(padding=(0, 2))
     for check in checks:
-        table.add_row(_MARKS[check.status], check.name, check.detail)
+        table.add_row(Text(check.status, _STYLES[check.status]), check.name, Text(check.detail))
         if check.advice and check.status != "ok":
-            table.add_row("", "", f"[dim]-> {check.advice}[/]")
+            table.add_row("", "", Text(f"-> {check.advice}", "dim"))
     Console(highlight=False).print(table)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headwater.config.units import about_bytes
 from headwater.weights.cache import default_cache_folder
@@ -75,6 +76,6 @@ def _print(models: list[Listed]) -> None:
         table.add_column(title)
     for model in models:
         size = model.bytes_on_disk
-        table.add_row(model.name, model.source, "-" if size is None else about_bytes(size))
+        table.add_row(Text(model.name), Text(model.source), "-" if size is None else about_bytes(size))
     Console(highlight=False).print(table)
     print("\nOr a folder with safetensors, a GGUF file, or a hub id: org/repo, org/name/file.gguf, org/name@revision.")

@@ -126,10 +126,10 @@ def describe(report: ProgressReport) -> str:
 
 def print_ready(out: IO[str], config: ServeConfig, url: str, instances: Sequence[Instance], took_s: float) -> None:
     """The closing table and a command that can be copied."""
-    console = Console(file=out, highlight=False)
+    console = Console(file=out, highlight=False, markup=False)
     table = Table(title=f"ready in {took_s:.1f} s", title_justify="left", show_header=False)
     for name, value in ready_rows(config, url, instances):
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     console.print(table)
     if instances:
         console.print("\ntry it:\n", style="dim")

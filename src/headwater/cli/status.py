@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headwater.cli.flags import load_from
 from headwater.cli.target import add_target, server_of
@@ -63,15 +64,17 @@ async def _from_registry(url: str) -> Document:
         await registry.close()
     serving = {instance.card.name for instance in instances if instance.state == "ready"}
     names = sorted({entry.name for entry in catalogue} | {instance.card.name for instance in instances})
-    missing = "no frontend answers; seen in the registry only"
+    seen = "no frontend answers; seen in the registry only"
     return {
         "source": url,
         "frontend": None,
-        "models": [
-            {"name": name, "ready": False, "missing": missing if name in serving else "no worker"} for name in names
-        ],
+        "models": [_unserved(name, seen if name in serving else "no worker") for name in names],
         "workers": [_worker(instance) for instance in instances],
     }
+
+
+def _unserved(name: str, missing: str) -> Document:
+    return {"name": name, "ready": False, "missing": missing}
 
 
 def _worker(instance: Instance) -> Document:
@@ -104,15 +107,16 @@ _COLUMNS: dict[str, Callable[[Document], str]] = {
 
 def _print(document: Document) -> None:
     console = Console(highlight=False)
-    console.print(f"{document['source']}: {_summary(document)}", soft_wrap=True)
+    console.print(f"{document['source']}: {_summary(document)}", soft_wrap=True, markup=False)
     for model in document["models"]:
-        state = "[green]ready[/]" if model["ready"] else f"[yellow]not ready[/]: {model['missing']}"
-        console.print(f"  {model['name']}: {state}", soft_wrap=True)
+        state = "ready" if model["ready"] else f"not ready: {model['missing']}"
+        style = "green" if model["ready"] else "yellow"
+        console.print(f"  {model['name']}: {state}", style=style, soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in _COLUMNS:
         table.add_column(title, overflow="fold")
     for worker in document["workers"]:
-        table.add_row(*(column(worker) for column in _COLUMNS.values()))
+        table.add_row(*(Text(column(worker)) for column in _COLUMNS.values()))
     if document["workers"]:
         console.print(table)
 
