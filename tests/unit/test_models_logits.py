@@ -1,5 +1,6 @@
 """Logits of every backend against transformers in float32: whole prompts, chunks, decode, mixed batches."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -36,8 +37,10 @@ def open_kernels(checkpoint: Checkpoint, max_model_len: int) -> Backend:
 
     try:
         return CpuBackend(checkpoint, CpuOptions(max_model_len=max_model_len))
-    except KernelsUnavailable as error:
-        pytest.skip(f"no compiler and no built kernels: {error.message.splitlines()[0]}")
+    except KernelsUnavailable:
+        if shutil.which("g++") or shutil.which("c++"):
+            raise
+        pytest.skip("no compiler and no built kernels")
 
 
 @pytest.fixture(params=[open_torch, open_kernels], ids=["torch", "kernels"])

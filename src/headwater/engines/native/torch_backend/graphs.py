@@ -59,18 +59,23 @@ class DecodeGraphs:
         return logits[:used]
 
     def _capture(self, size: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        batch = _first(self._inputs, size)
+        batch = self.inputs(size)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # the first run compiles kernels, which a capture may not
-            self._run(batch)
+            self.run(batch)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits = self._run(batch)
+            logits = self.run(batch)
         return graph, logits
 
-    def _run(self, batch: DeviceBatch) -> torch.Tensor:
+    def inputs(self, size: int) -> DeviceBatch:
+        """The tensors that a graph of this batch size reads."""
+        return _first(self._inputs, size)
+
+    def run(self, batch: DeviceBatch) -> torch.Tensor:
+        """What is captured."""
         self._attention.plan_decode(batch, self._table_blocks * self._block_size)
         return self._decoder.logits(batch, self._kv, self._attention)
 
