@@ -13,7 +13,7 @@ from typing import Protocol
 from headwater.clock import Clock
 from headwater.engines.base import EngineInfo, ProgressSink
 from headwater.errors import EngineFailed, HeadwaterError, RequestError
-from headwater.protocol.events import LoadReport, WorkerEvent
+from headwater.protocol.events import BlocksStored, LoadReport, WorkerEvent
 from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput
 from headwater.scheduler.plan import Executor, StepPlan, StepResult
 from headwater.scheduler.scheduler import Scheduler
@@ -84,8 +84,10 @@ class EngineCore:
         return None
 
     def abort(self, streams: Sequence[int]) -> None:
+        """Forget these sequences; the next step reports what that freed."""
         self._scheduler.abort(streams)
         self._release_ended()
+        self._next_report = self._clock.now()
 
     def begin_step(self) -> float | None:
         """Plan and execute one step: its duration in ms, or None when there was nothing to run."""
@@ -109,6 +111,8 @@ class EngineCore:
             outputs = self._scheduler.commit(plan, result, self._clock.epoch())
         self._release_ended()
         events: list[WorkerEvent] = [*self._scheduler.drain_events()]
+        if not self.has_work:
+            self._scheduler.check_idle()
         if self._clock.now() >= self._next_report or not self.has_work:
             events.append(self.report())
         return StepOutcome(outputs, events)
@@ -125,6 +129,13 @@ class EngineCore:
         """The load report for the event stream: carries the step timings since the last one."""
         self._next_report = self._clock.now() + _REPORT_INTERVAL_S
         return self._scheduler.report()
+
+    def resident_blocks(self) -> list[BlocksStored]:
+        return self._scheduler.resident_blocks()
+
+    def check(self) -> None:
+        """Raise `InternalError` when an invariant of scheduler or pool is broken. For tests."""
+        self._scheduler.check()
 
     def close(self) -> None:
         self._executor.close()

@@ -20,7 +20,7 @@ from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo, EngineListener, ProgressSink
 from headwater.engines.core import BuildEngine, BuiltEngine, EngineCore, StepOutcome, refusal
 from headwater.engines.loop import StepLoop
-from headwater.errors import Draining, EngineFailed, HeadwaterError, InternalError
+from headwater.errors import Draining, HeadwaterError, InternalError, WorkerLost
 from headwater.kv.identity import namespace
 from headwater.kv.resident import ResidentBlocks
 from headwater.protocol.events import LoadReport, WorkerEvent
@@ -43,6 +43,8 @@ class CoreEngine:
         self._listener: EngineListener | None = None
         self._role: Role = "both"
         self._open: set[int] = set()
+        self._refused: set[int] = set()
+        """Streams whose refusal is on its way."""
         self._resident = ResidentBlocks()
         self._load = LoadReport(0, 0, 0, 0, 0)
         self._refusing: HeadwaterError | None = InternalError("the engine is not started")
@@ -58,18 +60,18 @@ class CoreEngine:
 
     def submit(self, requests: Sequence[EngineRequest]) -> None:
         """Hand over to the loop; refusals follow on the next turn of the event loop."""
-        error = self._refusing
-        self._open.update(request.stream for request in requests)
-        if error is None:
-            try:
-                self._loop.submit(requests)
-            except HeadwaterError as refused:
-                error = refused
-        if error is not None:
-            outputs = [refusal(request.stream, error) for request in requests]
-            asyncio.get_running_loop().call_soon(self.on_outcome, StepOutcome(outputs, []))
+        try:
+            if self._refusing is not None:
+                raise self._refusing
+            self._loop.submit(requests)
+            self._open.update(request.stream for request in requests)
+        except HeadwaterError as error:
+            refused = [request.stream for request in requests]
+            self._refused.update(refused)
+            asyncio.get_running_loop().call_soon(self._answer_refused, refused, error)
 
     def abort(self, streams: Sequence[int]) -> None:
+        self._refused.difference_update(streams)
         known = [stream for stream in streams if stream in self._open]
         if known:
             self._open.difference_update(known)
@@ -93,7 +95,7 @@ class CoreEngine:
         self._wake_drain()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._empty.wait(), timeout_s)
-        return not self._open
+        return self._empty.is_set()
 
     async def close(self) -> None:
         """End what is open with a retryable error, stop the loop, close the executor. Bounded in time."""
@@ -123,9 +125,9 @@ class CoreEngine:
 
     def on_failed(self, error: HeadwaterError) -> None:
         """From the loop: the core is dead."""
-        if self._closed or self._listener is None or isinstance(self._refusing, EngineFailed):
+        if self._closed or self._listener is None:
             return
-        self._refusing = error
+        self._refusing = WorkerLost(f"this worker's engine has failed: {error}")
         self._end_all(error)
         self._listener.on_failed(error)
 
@@ -140,6 +142,12 @@ class CoreEngine:
                 self._load = event
             else:
                 self._resident.apply(event)
+
+    def _answer_refused(self, streams: list[int], error: HeadwaterError) -> None:
+        outputs = [refusal(stream, error) for stream in streams if stream in self._refused]
+        self._refused.difference_update(streams)
+        if outputs and self._listener is not None:
+            self._listener.on_step(outputs)
 
     def _end_all(self, error: HeadwaterError) -> None:
         outputs = [refusal(stream, error) for stream in self._open]

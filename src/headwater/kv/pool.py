@@ -160,7 +160,7 @@ class BlockPool:
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise `InternalError` when an invariant is broken or the references are not those of the given tables.
 
-        Touches every block: for idle time and tests.
+        Touches every block, so it is for tests.
         """
         held = Counter(block for table in tables for block in table)
         blank = set(self._blank)

@@ -80,7 +80,7 @@ class Roster:
         return ended
 
     def check(self) -> None:
-        """Raise `InternalError` when an invariant is broken. Touches everything: for idle time and tests."""
+        """Raise `InternalError` when an invariant is broken. Touches everything, so it is for tests."""
         entries = list(self.by_stream.values())
         lists = {State.WAITING: self.waiting, State.PREFILLING: self.prefilling, State.DECODING: self.decoding}
         for state, ranked in lists.items():

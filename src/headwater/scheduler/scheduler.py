@@ -19,7 +19,7 @@ from itertools import repeat
 
 from headwater.errors import DeadlineExceeded, EngineFailed, HeadwaterError, InternalError, Overloaded
 from headwater.kv.pool import BlockEvent, PrefixMatch
-from headwater.protocol.events import LoadReport
+from headwater.protocol.events import BlocksStored, LoadReport
 from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput, TokenLogprobs
 from headwater.scheduler.budget import Prefill, PrefillBudget
 from headwater.scheduler.entry import Entry, State, new_entry
@@ -139,6 +139,10 @@ class Scheduler:
     def drain_events(self) -> list[BlockEvent]:
         return self._roster.pool.drain_events()
 
+    def resident_blocks(self) -> list[BlocksStored]:
+        """What can be found in the cache now, parents before children."""
+        return self._roster.pool.snapshot()
+
     def load(self) -> LoadReport:
         """State and totals, with the timings of the steps since the last `report`."""
         return self._meter.load(self._roster)
@@ -150,8 +154,14 @@ class Scheduler:
         return load
 
     def check(self) -> None:
-        """Raise `InternalError` when an invariant is broken. Touches everything: for idle time and tests."""
+        """Raise `InternalError` when an invariant is broken. Touches every block, so it is for tests."""
         self._roster.check()
+
+    def check_idle(self) -> None:
+        """Raise `InternalError` when blocks are lost. Costs nothing; to be called when no sequence is open."""
+        lost = self._limits.num_blocks - self._roster.pool.num_free
+        if lost and not self.num_open:
+            raise InternalError(f"{lost} KV blocks are held by nobody")
 
     # ---- planning
 

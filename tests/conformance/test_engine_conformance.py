@@ -1,0 +1,51 @@
+"""Every engine against the contract."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headwater.config.schema import EngineConfig
+from headwater.engines.base import Engine
+from headwater.engines.conformance import VOCABULARY, EngineConformance
+from headwater.engines.engine import CoreEngine
+from headwater.engines.loop import ThreadedLoop
+from headwater.engines.mocker.engine import MockerEngine
+from headwater.engines.registry import create_engine
+
+
+class MockerConformance(EngineConformance):
+    """A mocker with a tokenizer of a few hundred words, so that it starts in no time."""
+
+    config = EngineConfig(engine="mocker")
+
+    @pytest.fixture(autouse=True)
+    def _tokenizer(self, tmp_path: Path) -> None:
+        vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(VOCABULARY + 20)}
+        file = tmp_path / "tokenizer.json"
+        file.write_text(json.dumps({"model": {"vocab": vocab}}))
+        self.config = msgspec.structs.replace(self.config, tokenizer=str(file))
+
+    def sized(self, sizes: EngineConfig) -> EngineConfig:
+        own = {name: getattr(self.config, name) for name in ("engine", "tokenizer", "mocker_speedup")}
+        return msgspec.structs.replace(sizes, **own)
+
+    def create(self, sizes: EngineConfig) -> Engine:
+        return create_engine(self.sized(sizes))
+
+
+class TestMockerAtInfiniteSpeed(MockerConformance):
+    config = EngineConfig(engine="mocker", mocker_speedup=0)
+
+
+class TestMockerInModelledTime(MockerConformance):
+    config = EngineConfig(engine="mocker", mocker_speedup=5)
+
+
+class TestMockerOnAThread(MockerConformance):
+    """The loop of the native engine, without its model."""
+
+    def create(self, sizes: EngineConfig) -> Engine:
+        mocker = MockerEngine(self.sized(sizes))
+        return CoreEngine(sizes, mocker._build, ThreadedLoop())
