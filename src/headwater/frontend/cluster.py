@@ -7,7 +7,6 @@ that gives up its lease may still be finishing. A registry outage changes nothin
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Coroutine
 from typing import Any
@@ -33,6 +32,8 @@ from headwater.runtime.registry.base import (
 )
 
 logger = logging.getLogger(__name__)
+
+_RESUBSCRIBE_DELAY_S = 2.0
 
 
 class Cluster:
@@ -161,9 +162,14 @@ class Cluster:
     # -- events -------------------------------------------------------------------------------------------------
 
     async def _subscribe(self, connection: WorkerConnection) -> None:
-        address = connection.instance.event_address
-        with contextlib.suppress(HeadwaterError):
-            await self._subscriber.subscribe(address, self._on_batch, self._on_snapshot)
+        """Follow a worker's events, however often it takes. Without them it is routed to by bookings alone."""
+        while connection.connected:
+            try:
+                await self._subscriber.subscribe(connection.instance.event_address, self._on_batch, self._on_snapshot)
+                return
+            except HeadwaterError as error:
+                logger.warning("no load reports from worker %s: %s", connection.worker_id, error.message)
+                await asyncio.sleep(_RESUBSCRIBE_DELAY_S)
 
     async def _unsubscribe(self, connection: WorkerConnection) -> None:
         await self._subscriber.unsubscribe(connection.instance.event_address)

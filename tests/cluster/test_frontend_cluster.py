@@ -1,0 +1,494 @@
+"""The frontend's side of a cluster: discovery, models, dispatch and loss, over both kinds of planes."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import uvloop
+from scripted_worker import ARTIFACTS, ScriptedWorker, scripted_card, until
+
+from headwater.clock import RealClock
+from headwater.errors import (
+    Draining,
+    HeadwaterError,
+    InvalidRequest,
+    ModelError,
+    ModelNotFound,
+    NoWorkers,
+    Overloaded,
+    WorkerLost,
+)
+from headwater.frontend.artifacts import ArtifactCache
+from headwater.frontend.cluster import Cluster
+from headwater.frontend.dispatcher import ClusterDispatcher
+from headwater.frontend.metrics import FrontendMetrics
+from headwater.frontend.models import ModelSet
+from headwater.frontend.records import OpenRequests
+from headwater.protocol.cluster import CatalogueEntry, ModelCard
+from headwater.protocol.events import LoadReport
+from headwater.protocol.frames import ArtifactChunk
+from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
+from headwater.router.policies import LeastLoaded
+from headwater.router.router import Router
+from headwater.router.view import ClusterView
+from headwater.runtime.endpoints import IpcEndpoints
+from headwater.runtime.planes import InprocPlanes, Planes, ZmqPlanes
+from headwater.runtime.registry.base import Outage
+from headwater.runtime.registry.memory import MemoryRegistry, MemoryStore
+from headwater.runtime.wire import Limits
+
+
+@dataclass
+class Built:
+    card: ModelCard
+    artifacts: Mapping[str, bytes]
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.outputs: list[SequenceOutput] = []
+        self.error: HeadwaterError | None = None
+
+    def on_output(self, output: SequenceOutput) -> None:
+        self.outputs.append(output)
+
+    def on_error(self, error: HeadwaterError) -> None:
+        assert self.error is None
+        self.error = error
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for output in self.outputs for token in output.token_ids]
+
+
+@dataclass
+class Rig:
+    """Everything of a frontend but HTTP and the API layer."""
+
+    planes: Planes
+    registry: MemoryRegistry
+    view: ClusterView
+    models: ModelSet[Built]
+    dispatcher: ClusterDispatcher
+    cluster: Cluster
+    workers: list[ScriptedWorker] = field(default_factory=list)
+    build_failures: int = 0
+
+    async def worker(self, worker_id: str, card: ModelCard | None = None, **options) -> ScriptedWorker:
+        worker = ScriptedWorker(worker_id, self.planes, card, **options)
+        self.workers.append(worker)
+        await worker.start(self.registry)
+        return worker
+
+    async def serving(self, *worker_ids: str) -> list[ScriptedWorker]:
+        workers = [await self.worker(worker_id) for worker_id in worker_ids]
+        await until(lambda: self.models.ready and len(self.view.eligible("f1")) == len(workers))
+        return workers
+
+    def submit(
+        self, *, n: int = 1, prompt: bytes = b"\1\0\0\0" * 20, max_tokens: int = 10
+    ) -> tuple[list[int], list[Sink]]:
+        requests = [EngineRequest(0, "r1", "m", prompt, SamplingParams(max_tokens=max_tokens)) for _ in range(n)]
+        sinks = [Sink() for _ in range(n)]
+        return self.dispatcher.submit(self.models.get("m").card, requests, sinks), sinks
+
+
+@contextlib.asynccontextmanager
+async def rig(planes: Planes, cache: Path | None = None, max_streams: int = 100) -> AsyncIterator[Rig]:
+    registry = MemoryRegistry(MemoryStore())
+    view = ClusterView()
+    dispatcher = ClusterDispatcher(
+        Router(view, LeastLoaded()), OpenRequests(), FrontendMetrics(), RealClock(), max_streams=max_streams
+    )
+    made: list[Rig] = []
+
+    def build(card: ModelCard, artifacts: Mapping[str, bytes]) -> Built:
+        if made[0].build_failures:
+            made[0].build_failures -= 1
+            raise ModelError("no good")
+        return Built(card, artifacts)
+
+    models = ModelSet(view, build, ArtifactCache(cache))
+    subscriber = planes.subscriber()
+    cluster = Cluster(registry, lambda address: planes.link(address, "fe-1"), subscriber, view, models, dispatcher)
+    running = Rig(planes, registry, view, models, dispatcher, cluster)
+    made.append(running)
+    cluster.start()
+    try:
+        yield running
+    finally:
+        await cluster.close()
+        await cluster.close()
+        await subscriber.close()
+        for worker in running.workers:
+            await worker.close()
+        await registry.close()
+        view.check()
+
+
+Scenario = Callable[[Rig], Awaitable[None]]
+
+
+@pytest.fixture(params=["inproc", "zmq"])
+def play(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
+    """Runs a scenario over the planes of the parameter."""
+
+    def run(scenario: Scenario, **options) -> None:
+        async def main() -> None:
+            limits = Limits(heartbeat_s=0.1, silence_s=1.0)
+            planes: Planes = InprocPlanes(limits)
+            if request.param == "zmq":
+                planes = ZmqPlanes(IpcEndpoints(tmp_path / "s"), limits)
+            async with rig(planes, **options) as running:
+                await scenario(running)
+            await planes.close()
+
+        uvloop.run(main())
+
+    return run
+
+
+def test_a_worker_that_appears_is_connected_its_model_built_and_served(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        await until(lambda: rig.models.synced)
+        with pytest.raises(ModelNotFound):
+            rig.models.get("m")
+        (worker,) = await rig.serving("w1")
+        built = rig.models.get("m")
+        assert built.artifacts == ARTIFACTS
+        streams, (sink,) = rig.submit()
+        await until(lambda: bool(worker.requests))
+        assert worker.requests[0].stream == streams[0]
+        assert rig.dispatcher.worker_of(streams[0]) == "w1"
+        worker.step(SequenceOutput(streams[0], [5, 6], num_cached_tokens=16))
+        worker.step(SequenceOutput(streams[0], [7], "stop", stop_token_id=2))
+        await until(lambda: len(sink.outputs) == 2)
+        assert sink.token_ids == [5, 6, 7]
+        assert rig.dispatcher.num_streams == 0
+        assert rig.view.workers[0].booked_sequences == 0
+        worker.step(SequenceOutput(streams[0], [8]))
+        await asyncio.sleep(0.05)
+        assert sink.token_ids == [5, 6, 7], "late output of a stream that ended is ignored"
+
+    play(scenario)
+
+
+def test_requests_spread_over_workers_and_sequences_of_one_request_stay_together(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        workers = await rig.serving("w1", "w2", "w3")
+        for _ in range(6):
+            rig.submit()
+        rig.submit(n=4)
+        await until(lambda: sum(len(worker.requests) for worker in workers) == 10)
+        assert sorted(len(worker.requests) for worker in workers) == [2, 2, 6]
+
+    play(scenario)
+
+
+def test_an_abort_reaches_the_worker_and_silences_the_sink(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        (worker,) = await rig.serving("w1")
+        streams, sinks = rig.submit(n=3)
+        await until(lambda: len(worker.requests) == 3)
+        rig.dispatcher.abort(streams[:2])
+        rig.dispatcher.abort(streams[:2])
+        rig.dispatcher.abort([10_000])
+        await until(lambda: worker.aborted == streams[:2])
+        worker.step(*(SequenceOutput(stream, [1]) for stream in streams))
+        await until(lambda: bool(sinks[2].outputs))
+        assert [len(sink.outputs) for sink in sinks] == [0, 0, 1]
+        assert rig.view.workers[0].booked_sequences == 1
+
+    play(scenario)
+
+
+def test_a_lost_worker_leaves_rotation_at_once_and_its_streams_end_with_an_error(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        first, second = await rig.serving("w1", "w2")
+        lost_streams, lost_sinks = rig.submit(n=2)
+        kept_streams, (kept,) = rig.submit()
+        await until(lambda: len(first.requests) + len(second.requests) == 3)
+        loser, keeper = (first, second) if rig.dispatcher.worker_of(lost_streams[0]) == "w1" else (second, first)
+        await loser.vanish()
+        await until(lambda: all(sink.error is not None for sink in lost_sinks))
+        assert all(isinstance(sink.error, WorkerLost) for sink in lost_sinks)
+        assert loser.worker_id in str(lost_sinks[0].error)
+        assert [worker.worker_id for worker in rig.view.eligible("f1")] == [keeper.worker_id]
+        for _ in range(5):
+            streams, _ = rig.submit()
+            assert rig.dispatcher.worker_of(streams[0]) == keeper.worker_id
+        keeper.finish(kept_streams[0])
+        await until(lambda: bool(kept.outputs))
+        assert kept.error is None
+
+    play(scenario)
+
+
+def test_a_worker_whose_connection_broke_comes_back_while_its_lease_stands(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        (worker,) = await rig.serving("w1")
+        connection = rig.cluster.connection("w1")
+        assert connection is not None
+        _, (sink,) = rig.submit()
+        connection._on_broken(WorkerLost("cut by the test"))
+        assert isinstance(sink.error, WorkerLost)
+        assert rig.view.eligible("f1") == []
+        await until(lambda: bool(rig.view.eligible("f1")))
+        streams, (sink,) = rig.submit()
+        await until(lambda: any(request.stream == streams[0] for request in worker.requests))
+        worker.finish(streams[0])
+        await until(lambda: bool(sink.outputs))
+
+    play(scenario)
+
+
+def test_a_worker_that_gives_up_its_lease_may_finish_but_gets_nothing_new(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        first, second = await rig.serving("w1", "w2")
+        streams, (sink,) = rig.submit()
+        leaver = first if rig.dispatcher.worker_of(streams[0]) == "w1" else second
+        await until(lambda: bool(leaver.requests))
+        await leaver.give_up_lease()
+        await until(lambda: len(rig.view.eligible("f1")) == 1)
+        leaver.step(SequenceOutput(streams[0], [1]))
+        leaver.finish(streams[0], [2])
+        await until(lambda: len(sink.outputs) == 2)
+        assert sink.error is None
+        for _ in range(4):
+            rig.submit()
+        assert len(leaver.requests) == 1
+
+    play(scenario)
+
+
+def test_draining_and_starting_workers_get_nothing_and_ready_ones_do(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        (worker,) = await rig.serving("w1")
+        await worker.set_state("draining")
+        await until(lambda: not rig.view.eligible("f1"))
+        with pytest.raises(NoWorkers, match="m cannot be served"):
+            rig.models.get("m")
+        await worker.set_state("ready")
+        await until(lambda: bool(rig.view.eligible("f1")))
+        assert rig.models.get("m").card.name == "m"
+
+    play(scenario)
+
+
+def test_a_catalogued_model_without_workers_is_unavailable_not_unknown(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.registry.put_model(CatalogueEntry("m", scripted_card()))
+        await until(lambda: rig.models.names() == ["m"])
+        with pytest.raises(NoWorkers) as caught:
+            rig.models.get("m")
+        assert caught.value.retry_after_s > 0
+        assert not rig.models.ready
+        assert "m" in rig.models.missing()
+        (worker,) = await rig.serving("w1")
+        rig.models.get("m")
+        await worker.close()
+        await until(lambda: not rig.models.ready)
+        with pytest.raises(NoWorkers):
+            rig.models.get("m")
+        await rig.registry.remove_model("m")
+        await until(lambda: rig.models.names() == [])
+        with pytest.raises(ModelNotFound):
+            rig.models.get("m")
+
+    play(scenario)
+
+
+def test_a_model_that_cannot_be_built_is_tried_again_and_says_why(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        rig.build_failures = 1
+        await rig.worker("w1")
+        await until(lambda: rig.models.missing() == {"m": "no good"})
+        with pytest.raises(NoWorkers, match="no good"):
+            rig.models.get("m")
+        await until(lambda: rig.models.ready)
+
+    play(scenario)
+
+
+def test_files_are_fetched_in_parts_verified_and_kept(play, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        contents = {"tokenizer.json": bytes(range(256)) * 40_000}
+        card = scripted_card(contents=contents)
+        first = await rig.worker("w1", card, contents=contents)
+        await until(lambda: rig.models.ready)
+        assert rig.models.get("m").artifacts == contents
+        assert [fetch.offset for fetch in first.fetches] == [0, 4 * 2**20, 8 * 2**20]
+        kept = tmp_path / "cache" / sha256(contents["tokenizer.json"]).hexdigest()
+        assert kept.read_bytes() == contents["tokenizer.json"]
+        await first.close()
+        await until(lambda: rig.models.names() == [])
+        second = await rig.worker("w2", card, contents=contents)
+        await until(lambda: rig.models.ready)
+        assert second.fetches == []
+        await second.close()
+        await until(lambda: rig.models.names() == [])
+        kept.write_bytes(b"\0" * len(contents["tokenizer.json"]))
+        third = await rig.worker("w3", card, contents=contents)
+        await until(lambda: rig.models.ready)
+        assert third.fetches, "a damaged copy is not used"
+        assert rig.models.get("m").artifacts == contents
+
+    play(scenario, cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda chunk: ArtifactChunk(chunk.digest, chunk.offset, chunk.total, b"x" * len(chunk.data)),
+        lambda chunk: ArtifactChunk(chunk.digest, chunk.offset, chunk.total, b""),
+        lambda chunk: ArtifactChunk(chunk.digest, chunk.offset, chunk.total, chunk.data + b"x"),
+        lambda chunk: ArtifactChunk(chunk.digest, chunk.offset + 1, chunk.total, chunk.data),
+        lambda chunk: ArtifactChunk(chunk.digest, chunk.offset, chunk.total * 1000, chunk.data),
+    ],
+    ids=["content", "empty", "longer", "offset", "total"],
+)
+def test_a_worker_that_sends_wrong_files_is_not_believed_and_another_is_asked(play, damage) -> None:
+    async def scenario(rig: Rig) -> None:
+        liar = ScriptedWorker("w1", rig.planes)
+        liar.damage = damage
+        rig.workers.append(liar)
+        await liar.start(rig.registry)
+        await until(lambda: bool(liar.fetches))
+        await asyncio.sleep(0.05)
+        assert not rig.models.ready
+        await rig.worker("w2")
+        await until(lambda: rig.models.ready)
+        assert rig.models.get("m").artifacts == ARTIFACTS
+
+    play(scenario)
+
+
+def test_the_catalogue_decides_between_versions_of_a_model(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        old, new = scripted_card(), scripted_card(fingerprint="f2")
+        await rig.registry.put_model(CatalogueEntry("m", old))
+        for number in range(2):
+            await rig.worker(f"new{number}", new)
+        await until(lambda: rig.models.ready)
+        assert rig.models.get("m").card.fingerprint == "f2", "the only one that is up"
+        last_old = await rig.worker("old", old)
+        await until(lambda: rig.models.get("m").card.fingerprint == "f1")
+        await rig.registry.put_model(CatalogueEntry("m", new))
+        await until(lambda: rig.models.get("m").card.fingerprint == "f2")
+        streams, _ = rig.submit()
+        assert str(rig.dispatcher.worker_of(streams[0])).startswith("new")
+        await last_old.close()
+        assert len(rig.models.all()) == 1
+
+    play(scenario)
+
+
+def test_errors_of_workers_arrive_as_errors_of_the_tree(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        (worker,) = await rig.serving("w1")
+        streams, sinks = rig.submit(n=2)
+        await until(lambda: len(worker.requests) == 2)
+        worker.refuse(streams[0], "overloaded", "1024 sequences wait here")
+        worker.refuse(streams[1], "invalid_value", "no such grammar")
+        await until(lambda: all(sink.error is not None for sink in sinks))
+        assert isinstance(sinks[0].error, Overloaded)
+        assert isinstance(sinks[1].error, InvalidRequest)
+        assert str(sinks[0].error) == "1024 sequences wait here"
+        assert rig.view.workers[0].booked_sequences == 0
+
+    play(scenario)
+
+
+def test_a_sink_that_fails_does_not_hold_up_the_others(play, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(rig: Rig) -> None:
+        (worker,) = await rig.serving("w1")
+        streams, sinks = rig.submit(n=3)
+        await until(lambda: len(worker.requests) == 3)
+
+        def fail(output: SequenceOutput) -> None:
+            raise RuntimeError("a bug in the layer above")
+
+        sinks[1].on_output = fail
+        worker.step(*(SequenceOutput(stream, [1]) for stream in streams))
+        await until(lambda: worker.aborted == [streams[1]])
+        assert [len(sink.outputs) for sink in sinks] == [1, 0, 1]
+        assert rig.view.workers[0].booked_sequences == 2
+
+    play(scenario)
+
+
+def test_the_number_of_open_sequences_is_bounded(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1")
+        rig.submit(n=8)
+        with pytest.raises(Overloaded, match="at most 10"):
+            rig.submit(n=3)
+        rig.submit(n=2)
+
+    play(scenario, max_streams=10)
+
+
+def test_closing_ends_open_streams_and_refuses_new_ones(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1")
+        card = rig.models.get("m").card
+        _, (sink,) = rig.submit()
+        rig.dispatcher.close()
+        assert isinstance(sink.error, Draining)
+        with pytest.raises(Draining):
+            rig.dispatcher.submit(card, [EngineRequest(0, "r", "m", b"", SamplingParams())], [Sink()])
+
+    play(scenario)
+
+
+def test_load_reports_reach_the_view(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        (worker,) = await rig.serving("w1")
+        view = rig.view.workers[0]
+        await until(lambda: view.load is not None)
+        load = LoadReport(
+            num_running=3, num_waiting=1, waiting_prefill_tokens=500, kv_blocks_total=100, kv_blocks_free=40
+        )
+        worker.publish(load)
+        await until(lambda: view.load is not None and view.load.num_running == 3)
+        assert view.foreign_tokens >= 500
+
+    play(scenario)
+
+
+def test_a_registry_outage_changes_nothing(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1")
+        rig.cluster.apply(Outage(False, "disk full"))
+        assert not rig.cluster.registry_reachable
+        rig.submit()
+        rig.cluster.apply(Outage(True))
+        assert rig.cluster.registry_reachable
+
+    play(scenario)
+
+
+def test_a_stranger_at_a_workers_address_is_not_taken_for_it(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        worker = ScriptedWorker("w1", rig.planes)
+        rig.workers.append(worker)
+        await worker.start(rig.registry)
+        stranger = ScriptedWorker("w2", rig.planes)
+        rig.workers.append(stranger)
+        address = await stranger._listener.listen("w2", stranger._on_frame, lambda peer: None)
+        assert worker._instance is not None
+        record = worker._instance
+        from msgspec.structs import replace
+
+        await worker._lease.update(replace(record, worker_id="w1"))
+        impostor = replace(record, worker_id="w9", request_address=address)
+        await rig.registry.register(impostor)
+        await until(lambda: rig.cluster.connection("w9") is not None and rig.cluster.connection("w9").last_error)
+        assert "w2 answers where w9 was expected" in str(rig.cluster.connection("w9").last_error)
+        assert [worker.worker_id for worker in rig.view.eligible("f1")] == ["w1"]
+
+    play(scenario)
