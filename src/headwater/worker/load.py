@@ -1,0 +1,49 @@
+"""Thins out load reports: an engine makes one per step, the cluster needs about twenty a second."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from headwater.protocol.events import LoadReport, StepTiming
+
+REPORT_INTERVAL_S = 0.05
+MAX_TIMINGS = 256
+
+
+class LoadReporter:
+    """Passes on the newest report at once or after the interval; step timings of those between are kept, bounded."""
+
+    def __init__(self, publish: Callable[[LoadReport], None], interval_s: float = REPORT_INTERVAL_S) -> None:
+        self._publish = publish
+        self._interval_s = interval_s
+        self._newest: LoadReport | None = None
+        self._timings: list[StepTiming] = []
+        self._last = -interval_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    def offer(self, report: LoadReport) -> None:
+        self._newest = report
+        self._timings += report.timings
+        if self._timer is not None:
+            return
+        loop = asyncio.get_running_loop()
+        wait_s = self._last + self._interval_s - loop.time()
+        if wait_s <= 0:
+            self._send(loop)
+        else:
+            self._timer = loop.call_later(wait_s, self._send, loop)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._newest = None
+
+    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        self._last = loop.time()
+        report, self._newest = self._newest, None
+        timings, self._timings = self._timings[-MAX_TIMINGS:], []
+        if report is not None:
+            self._publish(msgspec.structs.replace(report, timings=timings))

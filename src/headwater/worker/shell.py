@@ -1,0 +1,299 @@
+"""Everything around an engine that makes it a worker: registration, requests in, steps out, events, drain, end.
+
+    starting --engine loaded--> ready --stop()--> draining --nothing open, or time is up--> closed
+                                  \\--engine failed--> closed (`serve` raises)
+
+Every sequence that was accepted ends for its frontend with exactly one last output: from the engine, or from here when
+the engine could not finish it. What a vanished frontend asked for is aborted at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headwater.engines.base import Engine, EngineInfo, ProgressSink
+from headwater.errors import Draining, EngineFailed, HeadwaterError, InvalidRequest, Unavailable
+from headwater.protocol import PROTOCOL_VERSION
+from headwater.protocol.cluster import CatalogueEntry, Instance, ModelCard
+from headwater.protocol.events import LoadReport, WorkerEvent
+from headwater.protocol.frames import Abort, FetchArtifact, FrontendFrame, StepFrame, Submit
+from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput
+from headwater.runtime.planes import Planes
+from headwater.runtime.registry.base import Lease, Registry
+from headwater.types import Role
+from headwater.worker.artifacts import ArtifactStore
+from headwater.worker.load import LoadReporter
+from headwater.worker.streams import StreamTable
+
+_log = logging.getLogger(__name__)
+
+SETTLE_S = 0.3
+"""Time for frontends to hear of the draining before the worker closes, even when nothing is open."""
+RELEASE_TIMEOUT_S = 3.0
+CLOSE_TIMEOUT_S = 20.0
+HURRY_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShellConfig:
+    """What a worker is called and how it leaves."""
+
+    worker_id: str
+    engine: str
+    served_name: str
+    """What to call the model until the engine knows."""
+    role: Role = "both"
+    drain_timeout_s: float = 30.0
+
+
+class WorkerShell:
+    """One worker. `start`, then `serve` until `stop` is called or the engine fails, then `close`."""
+
+    def __init__(self, engine: Engine, registry: Registry, planes: Planes, config: ShellConfig) -> None:
+        self._engine = engine
+        self._registry = registry
+        self._config = config
+        self._listener = planes.listener()
+        self._publisher = planes.publisher()
+        self._load = LoadReporter(lambda report: self._publisher.publish([report]))
+        self._streams = StreamTable()
+        self._artifacts = ArtifactStore([], {})
+        self._lease: Lease | None = None
+        self._refusing: HeadwaterError | None = Unavailable("this worker is still loading its model")
+        self._stopping = asyncio.Event()
+        self._hurrying = asyncio.Event()
+        self._failure: HeadwaterError | None = None
+        self._abandoned = False
+        self._closed = False
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    # Life
+
+    async def start(self, progress: ProgressSink) -> EngineInfo:
+        """Load, register, be ready. Raises what the engine raises; `close` is to be called all the same."""
+        request_address = await self._listener.listen(self._config.worker_id, self._on_frame, self._on_gone)
+        event_address = await self._publisher.open(self._config.worker_id, self._engine.resident_blocks)
+        instance = self._starting(request_address, event_address)
+        self._lease = await self._registry.register(instance)
+        info = await self._engine.start(self, progress)
+        self._artifacts = ArtifactStore(info.card.artifacts, info.artifacts)
+        self._instance = _ready(instance, info)
+        self._refusing = self._failure
+        await self._registry.put_model(CatalogueEntry(info.card.name, info.card))
+        await self._lease.update(self._instance)
+        return info
+
+    def stop(self) -> None:
+        """Drain and leave; called again: leave at once."""
+        if self._stopping.is_set():
+            self._hurrying.set()
+        self._stopping.set()
+
+    @property
+    def hurried(self) -> bool:
+        """Whether it was told twice to stop."""
+        return self._hurrying.is_set()
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the engine may still be loading or computing after `run`."""
+        return self._abandoned or self.hurried
+
+    async def run(self, progress: ProgressSink) -> None:
+        """All of a worker's life. Raises what loading raises, and `EngineFailed` when the engine fails."""
+        try:
+            if await self._unless_stopped(self.start(progress)):
+                await self.serve()
+            else:
+                self._abandoned = True
+        finally:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.close(), HURRY_TIMEOUT_S if self.abandoned else CLOSE_TIMEOUT_S)
+
+    async def serve(self) -> None:
+        """Until told to stop and drained. Raises `EngineFailed` when the engine fails."""
+        await self._stopping.wait()
+        if self._failure is None:
+            await self._drain()
+        if self._failure is not None:
+            raise self._failure
+
+    async def close(self) -> None:
+        """Idempotent, bounded in time. The lease goes first, so that nothing new comes."""
+        if self._closed:
+            return
+        self._closed = True
+        self._refusing = self._refusing or Draining("this worker was closed")
+        if self._lease is not None:
+            with contextlib.suppress(TimeoutError, HeadwaterError):
+                await asyncio.wait_for(self._lease.release(), RELEASE_TIMEOUT_S)
+        try:
+            await self._engine.close()
+        finally:
+            self._end_open(self._refusing)
+            self._load.close()
+            await self._listener.close()
+            await self._publisher.close()
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, object]) -> bool:
+        """Whether the work was done before `stop` was called."""
+        working = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                await working
+            return working.done()
+        finally:
+            for task in (working, stopping):
+                task.cancel()
+            await asyncio.gather(working, stopping, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        _log.info("draining: %d streams are open", len(self._streams))
+        self._refusing = Draining("this worker is draining; another one will take the request")
+        await self._announce_draining()
+        settled = asyncio.ensure_future(self._settle())
+        hurrying = asyncio.ensure_future(self._hurrying.wait())
+        try:
+            await asyncio.wait((settled, hurrying), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (settled, hurrying):
+                task.cancel()
+            await asyncio.gather(settled, hurrying, return_exceptions=True)
+        if len(self._streams):
+            _log.warning("%d streams were still open and are cut off", len(self._streams))
+
+    async def _settle(self) -> None:
+        await asyncio.gather(self._engine.drain(self._config.drain_timeout_s), asyncio.sleep(SETTLE_S))
+
+    async def _announce_draining(self) -> None:
+        if self._lease is None:
+            return
+        instance = msgspec.structs.replace(self._instance, state="draining")
+        try:
+            await asyncio.wait_for(self._lease.update(instance), RELEASE_TIMEOUT_S)
+        except (TimeoutError, HeadwaterError) as error:
+            _log.warning("the registry could not be told of the draining: %s", error)
+
+    # Frontends
+
+    def _on_frame(self, peer: bytes, frame: FrontendFrame) -> None:
+        match frame:
+            case Submit(requests):
+                self._submit(peer, requests)
+            case Abort(streams):
+                self._abort(self._streams.take(peer, streams))
+            case FetchArtifact():
+                self._listener.send(peer, self._artifacts.read(frame))
+
+    def _on_gone(self, peer: bytes) -> None:
+        handles = self._streams.take_all(peer)
+        if handles:
+            _log.info("a frontend is gone: aborting its %d streams", len(handles))
+            self._abort(handles)
+
+    def _submit(self, peer: bytes, requests: list[EngineRequest]) -> None:
+        accepted: list[EngineRequest] = []
+        refused: list[SequenceOutput] = []
+        for request in requests:
+            error = self._refusing
+            handle = None if error is not None else self._streams.open(peer, request.stream)
+            if handle is None:
+                error = error or InvalidRequest(f"stream {request.stream} is open already", param="stream")
+                refused.append(_refusal(request.stream, error))
+            else:
+                request.stream = handle
+                accepted.append(request)
+        if refused:
+            self._listener.send(peer, StepFrame(refused))
+        if accepted:
+            self._engine.submit(accepted)
+
+    def _abort(self, handles: Sequence[int]) -> None:
+        if handles:
+            self._engine.abort(handles)
+
+    def _end_open(self, error: HeadwaterError) -> None:
+        """Tell frontends that what is open will not be finished here."""
+        for peer, streams in self._streams.open_streams().items():
+            self._abort(self._streams.take(peer, streams))
+            self._listener.send(peer, StepFrame([_refusal(stream, error) for stream in streams]))
+
+    # EngineListener
+
+    def on_step(self, outputs: list[SequenceOutput]) -> None:
+        for peer, routed in self._streams.route(outputs).items():
+            self._listener.send(peer, StepFrame(routed))
+
+    def on_events(self, events: list[WorkerEvent]) -> None:
+        others: list[WorkerEvent] = []
+        for event in events:
+            if isinstance(event, LoadReport):
+                self._load.offer(event)
+            else:
+                others.append(event)
+        self._publisher.publish(others)
+
+    def on_failed(self, error: HeadwaterError) -> None:
+        _log.error("the engine failed: %s", error)
+        self._failure = error if isinstance(error, EngineFailed) else EngineFailed(str(error))
+        self._refusing = self._failure
+        self._end_open(self._failure)
+        self._stopping.set()
+
+    # Instance
+
+    def _starting(self, request_address: str, event_address: str) -> Instance:
+        """Before the engine has loaded, the card says little more than the name."""
+        name = self._config.served_name
+        card = ModelCard(
+            name=name,
+            served_names=[name],
+            fingerprint="",
+            architecture="",
+            dtype="",
+            kv_layout="",
+            max_model_len=0,
+            block_size=0,
+            vocab_size=0,
+        )
+        return Instance(
+            worker_id=self._config.worker_id,
+            role=self._config.role,
+            state="starting",
+            card=card,
+            request_address=request_address,
+            event_address=event_address,
+            engine=self._config.engine,
+            version=PROTOCOL_VERSION,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+
+
+def _ready(instance: Instance, info: EngineInfo) -> Instance:
+    return msgspec.structs.replace(
+        instance,
+        state="ready",
+        card=info.card,
+        engine=info.engine,
+        kv_blocks=info.kv_blocks,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        hardware=info.hardware,
+    )
+
+
+def _refusal(stream: int, error: HeadwaterError) -> SequenceOutput:
+    return SequenceOutput(stream, [], finish_reason="error", error=ErrorInfo.of(error))
