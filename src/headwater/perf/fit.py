@@ -18,8 +18,10 @@ _HUBER = 2.5
 _MIN_WEIGHT = 0.02
 _MIN_SCALE = 0.01
 _SCALE_MEMORY = 0.02
-_MAX_SWEEPS = 200
-_TOLERANCE = 1e-9
+_MAX_SWEEPS = 40
+"""Per solution; the next one starts where this one ended."""
+_TOLERANCE = 1e-6
+_PATIENCE = 256
 
 
 class FitState(msgspec.Struct, frozen=True):
@@ -58,8 +60,8 @@ class NonNegativeFit:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """Per unit of each feature."""
-        if self._stale:
+        """Per unit of each feature, as of the last solution: at most 256 samples behind, and none at first."""
+        if self._stale >= self._patience():
             self._solve()
         return tuple(value / scale for value, scale in zip(self._scaled, self._scales, strict=True))
 
@@ -79,6 +81,7 @@ class NonNegativeFit:
     def observe_prior(self, features: Sequence[float], expected: float, weight: float) -> None:
         """A belief, worth `weight` samples; it fades like any sample."""
         self._add(features, expected, weight)
+        self._stale = _PATIENCE
 
     def quality(self) -> FitQuality:
         return FitQuality(self._weight, self._error, self._outliers)
@@ -102,8 +105,7 @@ class NonNegativeFit:
         self._solve()
 
     def _patience(self) -> int:
-        """Solve after each sample at first, then at most once in 64."""
-        return min(64, 1 + int(self._weight) // 16)
+        return min(_PATIENCE, 1 + int(self._weight) // 8)
 
     def _robust_weight(self, features: Sequence[float], measured: float) -> float:
         predicted = sum(

@@ -77,7 +77,7 @@ class Dynamo:
         for worker in workers:
             cached = request.cached_tokens.get(worker.worker_id, 0)
             prefill = max(0.0, (worker.booked_prefill_tokens + request.num_prompt_tokens - cached) / size)
-            decode = (worker.booked_context_tokens + request.num_prompt_tokens) / size
+            decode = (worker.booked_kv_tokens + request.num_prompt_tokens) / size
             totals.append(prefill + decode)
         return _lowest(self.name, request, workers, totals)
 
@@ -106,7 +106,7 @@ class LlmD:
         for worker, queue in zip(workers, queues, strict=True):
             prefix = request.cached_tokens.get(worker.worker_id, 0) / max(1, request.num_prompt_tokens)
             capacity = worker.instance.kv_blocks * request.block_size
-            used = min(1.0, worker.booked_context_tokens / capacity) if capacity else 0.0
+            used = min(1.0, worker.booked_kv_tokens / capacity) if capacity else 0.0
             short = 1.0 - (queue - min(queues)) / widest if widest else 1.0
             totals.append(-(2 * prefix + (1 - used) + short))
         return _lowest(self.name, request, workers, totals)

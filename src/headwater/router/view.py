@@ -47,6 +47,8 @@ class WorkerView:
     """Tokens that these attend to, summed."""
     booked_context_tokens: int = 0
     """Prompt tokens of the sequences that have not ended."""
+    booked_kv_tokens: int = 0
+    """Of these, the tokens that were not cached there when they were sent: KV that is theirs alone."""
     num_prefilling: int = 0
     """Sequences of which no token has come."""
     booked_output_tokens: int = 0
@@ -90,6 +92,7 @@ class Booking:
     prefill_tokens: int
     prefill_pairs: float
     context_tokens: int
+    kv_tokens: int
     output_tokens: int
     keys: Sequence[int]
     """Of the prompt's blocks: they count as resident until they are computed and the worker tells."""
@@ -212,7 +215,7 @@ class ClusterView:
         new_tokens = num_prompt_tokens - cached_tokens
         pairs = prefill_pairs(new_tokens, cached_tokens)
         expected = min(max_tokens, int(typical) + 1)
-        booking = Booking(worker, worker.life, new_tokens, pairs, num_prompt_tokens, expected, keys)
+        booking = Booking(worker, worker.life, new_tokens, pairs, num_prompt_tokens, new_tokens, expected, keys)
         self.residency.index.predict(WorkerId(worker.worker_id), keys)
         worker.sent_tokens += new_tokens
         worker.booked_sequences += 1
@@ -220,6 +223,7 @@ class ClusterView:
         worker.booked_prefill_tokens += new_tokens
         worker.booked_prefill_pairs += pairs
         worker.booked_context_tokens += num_prompt_tokens
+        worker.booked_kv_tokens += new_tokens
         worker.booked_output_tokens += booking.output_tokens
         worker.refresh()
         return booking
@@ -248,6 +252,7 @@ class ClusterView:
             self._end_prefill(booking)
         worker.booked_sequences -= 1
         worker.booked_context_tokens -= booking.context_tokens
+        worker.booked_kv_tokens -= booking.kv_tokens
         worker.booked_output_tokens -= booking.output_tokens
         worker.refresh()
 
@@ -319,7 +324,7 @@ class ClusterView:
         worker.connected = False
         worker.load = None
         worker.booked_sequences = worker.num_prefilling = worker.booked_prefill_tokens = 0
-        worker.booked_context_tokens = worker.booked_output_tokens = 0
+        worker.booked_context_tokens = worker.booked_kv_tokens = worker.booked_output_tokens = 0
         worker.booked_prefill_pairs = 0.0
         worker.foreign_tokens = 0
         worker.refresh()
