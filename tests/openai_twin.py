@@ -11,10 +11,11 @@ from headwater.errors import HeadwaterError
 from headwater.frontend.dispatch import TokenSink
 from headwater.frontend.http.base import Headers, HttpRequest
 from headwater.frontend.openai.observer import Endpoint, RequestObserver, RequestSummary
-from headwater.frontend.openai.serving import ServedModel, openai_routes
+from headwater.frontend.openai.serving import ServedModel, build_model, openai_routes
 from headwater.frontend.preprocess.tokenizer import unpack_ids
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.request import EngineRequest, SequenceOutput, TokenLogprobs
+from headwater.weights import ResolvedModel
 
 
 @dataclass
@@ -141,12 +142,12 @@ class FakeResponder:
 
     def text(self, choice: int = 0) -> str:
         """Content of one streamed choice."""
-        parts: list[str] = []
-        for event in self.events():
-            for entry in event["choices"] if event != "[DONE]" else ():
-                if entry["index"] == choice:
-                    parts.append((entry["delta"].get("content") or "") if "delta" in entry else entry["text"])
-        return "".join(parts)
+        entries = [entry for event in self.events() if event != "[DONE]" for entry in event["choices"]]
+        return "".join(_entry_text(entry) for entry in entries if entry["index"] == choice)
+
+
+def _entry_text(entry: dict[str, Any]) -> str:
+    return (entry["delta"].get("content") or "") if "delta" in entry else str(entry["text"])
 
 
 class RecordingObserver:
@@ -210,3 +211,43 @@ class Api:
         request = self.dispatcher.requests[number]
         model = self.models[request.model]
         return model.tokenizer.decode(unpack_ids(request.prompt), skip_special_tokens=False)
+
+
+_served: dict[int, ServedModel] = {}
+
+
+def served_demo(resolved: ResolvedModel, max_model_len: int = 8192) -> ServedModel:
+    """The demo model as a frontend serves it; loaded once."""
+    if max_model_len not in _served:
+        _served[max_model_len] = build_model(demo_card(resolved, max_model_len), demo_artifacts(resolved))
+    return _served[max_model_len]
+
+
+def demo_card(resolved: ResolvedModel, max_model_len: int = 8192) -> ModelCard:
+    return ModelCard(
+        name="demo",
+        served_names=["demo", "org/demo"],
+        fingerprint=resolved.fingerprint,
+        architecture="LlamaForCausalLM",
+        dtype="float32",
+        kv_layout="test",
+        max_model_len=max_model_len,
+        block_size=16,
+        vocab_size=49_152,
+        bos_token_id=resolved.bos_token_id,
+        eos_token_ids=list(resolved.eos_token_ids),
+        created=1_700_000_000,
+    )
+
+
+def demo_artifacts(resolved: ResolvedModel) -> dict[str, bytes]:
+    artifacts = {"tokenizer.json": resolved.tokenizer_json}
+    if resolved.tokenizer_config is not None:
+        artifacts["tokenizer_config.json"] = resolved.tokenizer_config
+    if resolved.chat_template is not None:
+        artifacts["chat_template.jinja"] = resolved.chat_template.encode()
+    return artifacts
+
+
+def token_ids(model: ServedModel, text: str) -> list[int]:
+    return unpack_ids(model.tokenizer.encode(text, add_special_tokens=False))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from headwater.frontend.preprocess.tokenizer_file import WORD_MARK, TokenizerFile
+from headwater.frontend.preprocess.tokenizer_file import BYTE_ALPHABET, WORD_MARK, TokenizerFile
 
 
 class TokenTable:
@@ -51,10 +51,7 @@ class _ByteAlphabet(dict[int, str]):
     """GPT-2's mapping of bytes to printable characters, backwards, for `str.translate`."""
 
     def __init__(self) -> None:
-        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [byte for byte in range(256) if byte not in printable]
-        super().__init__({byte: chr(byte) for byte in printable})
-        self.update({0x100 + number: chr(byte) for number, byte in enumerate(others)})
+        super().__init__({code: chr(byte) for code, byte in BYTE_ALPHABET.items()})
 
     def __missing__(self, code: int) -> str:
         return "\u0100"

@@ -12,7 +12,7 @@ from headwater.kv.identity import chain_block_ids
 from headwater.types import TOKEN_ID_BYTES
 
 _GENEROUS_CHARS_PER_TOKEN = 8
-_BORDER_TOKENS = 64
+_BORDER_TOKENS = 16
 """A beginning may be tokenized into a few more tokens than it has inside the whole text."""
 
 

@@ -17,6 +17,14 @@ DecoderKind = Literal["byte_level", "byte_fallback", "other"]
 WORD_MARK = "\u2581"
 """SentencePiece's sign for a space."""
 
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
+BYTE_ALPHABET: dict[int, int] = {byte: byte for byte in _PRINTABLE} | {
+    0x100 + number: byte for number, byte in enumerate(_OTHERS)
+}
+"""GPT-2's printable character (its code) for each byte, backwards."""
+_TEXT_BYTES = frozenset((*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0)))
+
 _NFC_SHRINK = 4
 """Composition replaces at most this many characters by one."""
 
@@ -108,7 +116,7 @@ def _longest_token_chars(file: _File, tokens: list[str | None]) -> int | None:
     normalizers = _steps(file.normalizer, "normalizers")
     lossless = (
         file.model.type == "BPE"
-        and (file.model.byte_fallback or any(step.get("type") == "ByteLevel" for step in pre_tokenizers))
+        and (file.model.byte_fallback or _spells_all_text(pre_tokenizers, tokens))
         and not any(token.lstrip or token.rstrip for token in file.added_tokens)
         and all(_keeps_text(step) for step in pre_tokenizers)
         and all(_keeps_length(step) for step in normalizers)
@@ -118,6 +126,17 @@ def _longest_token_chars(file: _File, tokens: list[str | None]) -> int | None:
     longest = max(len(text) for text in tokens if text is not None)
     composes = any(step.get("type") == "NFC" for step in normalizers)
     return longest * (_NFC_SHRINK if composes else 1)
+
+
+def _spells_all_text(pre_tokenizers: list[dict[str, Any]], tokens: list[str | None]) -> bool:
+    """Whether every character but control characters has a byte that is a token of its own.
+
+    Beyond ASCII every character has a continuation byte. Some vocabularies lack bytes that never occur in text.
+    """
+    if not any(step.get("type") == "ByteLevel" for step in pre_tokenizers):
+        return False
+    single = {BYTE_ALPHABET.get(ord(text)) for text in tokens if text is not None and len(text) == 1}
+    return single >= _TEXT_BYTES
 
 
 def _keeps_text(pre_tokenizer: dict[str, Any]) -> bool:
