@@ -80,7 +80,7 @@ class ScriptedWorker:
     async def set_state(self, state: InstanceState) -> None:
         assert self._instance is not None
         assert self._lease is not None
-        self._instance = msgspec.structs.replace(self._instance, state=state)
+        self._instance = msgspec.structs.replace(self._instance, state=state, card=self.card)
         await self._lease.update(self._instance)
 
     async def give_up_lease(self) -> None:

@@ -403,6 +403,69 @@ def test_errors_of_workers_arrive_as_errors_of_the_tree(play) -> None:
     play(scenario)
 
 
+def test_a_sequence_that_a_worker_refuses_goes_to_another(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        workers = {worker.worker_id: worker for worker in await rig.serving("w1", "w2")}
+        streams, (sink,) = rig.submit()
+        first = workers[str(rig.dispatcher.worker_of(streams[0]))]
+        await until(lambda: bool(first.requests))
+        first.refuse(streams[0], "draining", "this worker is draining")
+        await until(lambda: all(worker.requests for worker in workers.values()))
+        (second,) = (worker for worker in workers.values() if worker is not first)
+        assert rig.dispatcher.worker_of(streams[0]) == second.worker_id
+        assert {w.worker_id: w.booked_sequences for w in rig.view.workers} == {first.worker_id: 0, second.worker_id: 1}
+        second.finish(streams[0], [7])
+        await until(lambda: sink.token_ids == [7])
+        assert sink.error is None
+
+    play(scenario)
+
+
+def test_a_sequence_that_every_worker_refuses_ends_with_the_last_refusal(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        for worker in await rig.serving("w1", "w2"):
+            worker.on_submit = lambda request, worker=worker: worker.refuse(
+                request.stream, "overloaded", f"{worker.worker_id} is full"
+            )
+        _, (sink,) = rig.submit()
+        await until(lambda: sink.error is not None)
+        assert isinstance(sink.error, Overloaded)
+        assert sum(len(worker.requests) for worker in rig.workers) == 2
+        assert all(worker.booked_sequences == 0 for worker in rig.view.workers)
+
+    play(scenario)
+
+
+def test_an_error_after_the_first_token_is_final(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        workers = await rig.serving("w1", "w2")
+        streams, (sink,) = rig.submit()
+        worker = next(w for w in workers if w.worker_id == rig.dispatcher.worker_of(streams[0]))
+        await until(lambda: bool(worker.requests))
+        worker.step(SequenceOutput(streams[0], [1]))
+        worker.refuse(streams[0], "draining", "this worker is draining")
+        await until(lambda: sink.error is not None)
+        assert sum(len(w.requests) for w in workers) == 1
+
+    play(scenario)
+
+
+def test_a_worker_may_register_before_it_has_loaded_its_model(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        worker = ScriptedWorker("w1", rig.planes)
+        rig.workers.append(worker)
+        loaded, worker.card = worker.card, scripted_card("some/path.gguf", fingerprint="", contents={})
+        await worker.start(rig.registry, "starting")
+        await until(lambda: rig.cluster.connection("w1") is not None and rig.cluster.connection("w1").connected)
+        assert rig.models.names() == []
+        worker.card = loaded
+        await worker.set_state("ready")
+        await until(lambda: rig.models.ready)
+        assert rig.models.names() == ["m"]
+
+    play(scenario)
+
+
 def test_a_sink_that_fails_does_not_hold_up_the_others(play, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(rig: Rig) -> None:
         (worker,) = await rig.serving("w1")

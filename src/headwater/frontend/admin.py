@@ -86,6 +86,9 @@ class AdminPages:
         reasons = self._models.missing()
         if reasons:
             return [f"model {name}: {reason}" for name, reason in reasons.items()]
+        starting = [worker.worker_id for worker in self._view.workers]
+        if starting:
+            return [f"worker {worker_id} is loading its model" for worker_id in starting]
         return ["no worker has registered and the catalogue is empty"]
 
     def _reasons(self) -> dict[str, str]:

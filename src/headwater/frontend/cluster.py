@@ -104,13 +104,22 @@ class Cluster:
         connection = self._connections.get(instance.worker_id)
         self._view.put(instance)
         if connection is not None:
-            connection.instance = instance
+            self._changed(connection, instance)
         else:
             connection = WorkerConnection(instance, self._open_link, self)
             self._connections[instance.worker_id] = connection
             connection.start()
             logger.info("worker %s appeared (%s, %s)", instance.worker_id, instance.card.name, instance.state)
         self._models.refresh()
+
+    def _changed(self, connection: WorkerConnection, instance: Instance) -> None:
+        """A worker that has loaded its model has another card than before."""
+        other_model = connection.instance.card.fingerprint != instance.card.fingerprint
+        if other_model:
+            self._models.remove_source(connection)
+        connection.instance = instance
+        if other_model and connection.connected:
+            self._models.add_source(connection)
 
     def _gone(self, worker_id: str) -> None:
         connection = self._connections.pop(worker_id, None)

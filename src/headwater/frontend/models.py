@@ -113,6 +113,8 @@ class ModelSet(Generic[ModelT]):
     def add_source(self, connection: WorkerConnection) -> None:
         """A worker can be asked for files."""
         card = connection.instance.card
+        if not card.fingerprint:
+            return  # it has not loaded yet
         entry = self._entry(card)
         entry.sources[connection.worker_id] = connection
         if entry.built is None and entry.task is None:
@@ -129,8 +131,9 @@ class ModelSet(Generic[ModelT]):
 
     def refresh(self) -> None:
         """Workers or catalogue changed: decide again what each name stands for."""
-        live = Counter(worker.instance.card.fingerprint for worker in self._view.workers)
-        cards = {worker.instance.card.fingerprint: worker.instance.card for worker in self._view.workers}
+        loaded = [worker.instance.card for worker in self._view.workers if worker.instance.card.fingerprint]
+        live = Counter(card.fingerprint for card in loaded)
+        cards = {card.fingerprint: card for card in loaded}
         for card in (*self._catalogue.values(), *cards.values()):
             self._entry(card)
         self._forget(live.keys() | {card.fingerprint for card in self._catalogue.values()})

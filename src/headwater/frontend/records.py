@@ -23,11 +23,9 @@ class RequestRecord:
     generates: bool = False
     model: str = ""
     worker_id: str = ""
-    num_sequences: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    submitted: float = 0.0
     first_token: float = 0.0
     error_code: str = ""
     """Of the first sequence that failed; the status may be 200 when the answer had begun."""

@@ -1,5 +1,7 @@
 """The router: a view and a policy."""
 
+from collections.abc import Collection
+
 from headwater.errors import NoWorkers
 from headwater.router.policy import Decision, Policy, RouteRequest
 from headwater.router.view import ClusterView, WorkerView
@@ -14,9 +16,11 @@ class Router:
         self.view = view
         self.policy = policy
 
-    def route(self, request: RouteRequest, model: str) -> tuple[WorkerView, Decision]:
-        """Choose a worker. `model` is for the message of `NoWorkers` alone."""
+    def route(self, request: RouteRequest, model: str, avoid: Collection[str] = ()) -> tuple[WorkerView, Decision]:
+        """Choose a worker that is not to be avoided. `model` is for the message of `NoWorkers` alone."""
         workers = self.view.eligible(request.fingerprint)
+        if avoid:
+            workers = [worker for worker in workers if worker.worker_id not in avoid]
         if not workers:
             raise NoWorkers(f"no worker serves {model} at the moment", retry_after_s=_RETRY_AFTER_S)
         self.view.look_up(request)
