@@ -1,7 +1,10 @@
 """Every engine against the contract."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -49,3 +52,21 @@ class TestMockerOnAThread(MockerConformance):
     def create(self, sizes: EngineConfig) -> Engine:
         mocker = MockerEngine(self.sized(sizes))
         return CoreEngine(sizes, mocker._build, ThreadedLoop())
+
+
+class TestNative(EngineConformance):
+    """On the CPU, with a tiny model of random weights."""
+
+    @pytest.fixture(autouse=True)
+    def _model(self, tiny_model: "Callable[..., Any]", tmp_path: Path) -> None:
+        self.folder = tmp_path / "model"
+        self.cache = tmp_path / "weights"
+        shutil.copytree(tiny_model("llama").folder, self.folder, ignore=shutil.ignore_patterns("cache"))
+        config = json.loads((self.folder / "config.json").read_text())
+        (self.folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+
+    def create(self, sizes: EngineConfig) -> Engine:
+        config = msgspec.structs.replace(
+            sizes, engine="native", model=str(self.folder), device="cpu", threads=1, weights_cache=str(self.cache)
+        )
+        return create_engine(config)

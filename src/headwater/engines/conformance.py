@@ -179,7 +179,9 @@ class EngineConformance:
 
     @asynccontextmanager
     async def bench(self, **changes: object) -> AsyncIterator[Bench]:
-        engine = self.create(msgspec.structs.replace(SIZES, **changes))
+        sizes = msgspec.structs.replace(SIZES, **changes)
+        capacity = (sizes.num_kv_blocks or 0) * sizes.block_size
+        engine = self.create(msgspec.structs.replace(sizes, max_model_len=min(sizes.max_model_len or 0, capacity)))
         cores, executors = _watch(engine) if isinstance(engine, CoreEngine) else ([], [])
         recorder = Recorder()
         progress: list[Progress] = []
@@ -389,11 +391,11 @@ class EngineConformance:
             await bench.all_free()
 
     @on_loop
-    async def test_a_prompt_beyond_the_pool_is_refused_with_the_sum(self) -> None:
+    async def test_the_longest_prompt_is_served_and_a_longer_one_refused_with_the_sum(self) -> None:
         async with self.bench(num_kv_blocks=10) as bench:
             bench.engine.submit([bench.request(prompt_of(160))])
             await eventually(lambda: bench.recorder.ended(1), "it is answered")
-            assert "10 blocks of 16" in bench.recorder.error(1).message
+            assert "at most 159" in bench.recorder.error(1).message
             (tokens,) = await bench.run(bench.request(prompt_of(159), 50))
             assert len(tokens) == 1
 

@@ -48,7 +48,8 @@ class CoreEngine:
         self._resident = ResidentBlocks()
         self._load = LoadReport(0, 0, 0, 0, 0)
         self._refusing: HeadwaterError | None = InternalError("the engine is not started")
-        self._empty = asyncio.Event()
+        self._draining = False
+        self._drained = asyncio.Event()
         self._closed = False
 
     async def start(self, listener: EngineListener, progress: ProgressSink) -> EngineInfo:
@@ -76,7 +77,7 @@ class CoreEngine:
         if known:
             self._open.difference_update(known)
             self._loop.abort(known)
-            self._wake_drain()
+            self._note_open()
 
     def load(self) -> LoadReport:
         """As of the last report delivered."""
@@ -92,10 +93,11 @@ class CoreEngine:
     async def drain(self, timeout_s: float) -> bool:
         if self._refusing is None:
             self._refusing = Draining("this worker is draining; another one will take the request")
-        self._wake_drain()
+        self._draining = True
+        self._note_open()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
-        return self._empty.is_set()
+            await asyncio.wait_for(self._drained.wait(), timeout_s)
+        return self._drained.is_set()
 
     async def close(self) -> None:
         """End what is open with a retryable error, stop the loop, close the executor. Bounded in time."""
@@ -121,7 +123,7 @@ class CoreEngine:
         if outcome.events:
             self._note_events(outcome.events)
             self._listener.on_events(outcome.events)
-        self._wake_drain()
+        self._note_open()
 
     def on_failed(self, error: HeadwaterError) -> None:
         """From the loop: the core is dead."""
@@ -153,9 +155,9 @@ class CoreEngine:
         outputs = [refusal(stream, error) for stream in self._open]
         self.on_outcome(StepOutcome(outputs, []))
 
-    def _wake_drain(self) -> None:
-        if self._refusing is not None and not self._open:
-            self._empty.set()
+    def _note_open(self) -> None:
+        if self._draining and not self._open:
+            self._drained.set()
 
 
 def _limits(config: EngineConfig, built: BuiltEngine) -> SchedulerLimits:
