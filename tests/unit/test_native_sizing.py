@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from headwater.config.schema import EngineConfig
+from headwater.engines.base import Placement
 from headwater.engines.native.host import HostCores, free_memory_bytes, host_cores
 from headwater.engines.native.memory import KvDemand, kv_block_bytes, num_parameters, size_kv
-from headwater.engines.native.placement import Placement, choose_share
+from headwater.engines.native.placement import choose_share
 from headwater.errors import ConfigError
 
 GIB = 1024**3

@@ -38,6 +38,17 @@ class Progress:
 ProgressSink = Callable[[Progress], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which of how many engines on this host: they divide its cores and memory among them."""
+
+    index: int = 0
+    count: int = 1
+
+
+ALONE = Placement()
+
+
 class EngineListener(Protocol):
     """Where an engine delivers. Called on the event loop that started the engine."""
 

@@ -1,7 +1,7 @@
 """Engines by name: the built-in ones, and those that packages offer as `headwater.engines` entry points.
 
-An engine is imported only when it is asked for. An entry point is a callable that takes an `EngineConfig` and gives an
-`Engine`; it cannot take the name of a built-in one.
+An engine is imported only when it is asked for. An entry point is a callable that takes an `EngineConfig` and a
+`Placement` and gives an `Engine`; it cannot take the name of a built-in one.
 """
 
 import difflib
@@ -11,12 +11,12 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from headwater.config.schema import EngineConfig
-from headwater.engines.base import Engine
+from headwater.engines.base import ALONE, Engine, Placement
 from headwater.errors import ConfigError
 
 ENTRY_POINT_GROUP = "headwater.engines"
 
-EngineFactory = Callable[[EngineConfig], Engine]
+EngineFactory = Callable[[EngineConfig, Placement], Engine]
 
 _BUILT_IN = {
     "native": ("headwater.engines.native.engine", "NativeEngine"),
@@ -24,9 +24,9 @@ _BUILT_IN = {
 }
 
 
-def create_engine(config: EngineConfig) -> Engine:
+def create_engine(config: EngineConfig, placement: Placement = ALONE) -> Engine:
     """The engine that the configuration names, not started. Raises `ConfigError`."""
-    return engine_factory(config.engine)(config)
+    return engine_factory(config.engine)(config, placement)
 
 
 def engine_factory(name: str) -> EngineFactory:

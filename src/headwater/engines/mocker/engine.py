@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from headwater.config.schema import EngineConfig
-from headwater.engines.base import EngineInfo, Progress, ProgressSink
+from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
 from headwater.engines.card import served_names, text_artifacts
 from headwater.engines.core import BuiltEngine
 from headwater.engines.engine import CoreEngine
@@ -28,7 +28,7 @@ _MAX_NUM_BATCHED_TOKENS = 8_192
 class MockerEngine(CoreEngine):
     """See `headwater.engines.base.Engine`."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, placement: Placement = ALONE) -> None:
         super().__init__(config, partial(_build, config), InlineLoop(config.mocker_speedup))
 
 
@@ -74,7 +74,7 @@ def _card(
         architecture="Mocker",
         dtype="none",
         kv_layout=f"mocker.b{config.block_size}",
-        max_model_len=config.max_model_len or min(_MAX_MODEL_LEN, num_blocks * config.block_size),
+        max_model_len=min(config.max_model_len or _MAX_MODEL_LEN, num_blocks * config.block_size),
         block_size=config.block_size,
         vocab_size=vocabulary.size,
         bos_token_id=texts.bos_token_id,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headwater.config.schema import EngineConfig
-from headwater.engines.base import EngineInfo, Progress, ProgressSink
+from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
 from headwater.engines.card import served_names, text_artifacts
 from headwater.engines.core import BuiltEngine
 from headwater.engines.engine import CoreEngine
@@ -26,7 +26,7 @@ from headwater.engines.native.cpu.backend import CpuBackend, CpuOptions
 from headwater.engines.native.cpu.library import KernelsUnavailable
 from headwater.engines.native.host import cpu_model, free_memory_bytes, host_cores
 from headwater.engines.native.memory import KvDemand, KvSize, kv_block_bytes, num_parameters, size_kv
-from headwater.engines.native.placement import Placement, Share, bind, choose_share
+from headwater.engines.native.placement import Share, bind, choose_share
 from headwater.engines.native.runner import NativeExecutor
 from headwater.engines.native.structured.base import ConstraintCompiler
 from headwater.engines.native.torch_backend.backend import TorchBackend
@@ -45,11 +45,10 @@ _WORKING_BYTES = 512 * 1024 * 1024
 
 
 class NativeEngine(CoreEngine):
-    """See `headwater.engines.base.Engine`. The engines of one host share its cores and memory by number."""
+    """See `headwater.engines.base.Engine`."""
 
-    def __init__(self, config: EngineConfig, *, worker_index: int = 0, num_workers: int = 1) -> None:
-        build = partial(build_engine, config, Placement(worker_index, num_workers))
-        super().__init__(config, build, ThreadedLoop("native-engine"))
+    def __init__(self, config: EngineConfig, placement: Placement = ALONE) -> None:
+        super().__init__(config, partial(build_engine, config, placement), ThreadedLoop("native-engine"))
 
 
 def build_engine(config: EngineConfig, placement: Placement, progress: ProgressSink) -> BuiltEngine:
@@ -105,8 +104,8 @@ def _size(config: EngineConfig, checkpoint: Checkpoint, device: str, placement: 
     demand = KvDemand(
         context_limit=model.max_position_embeddings,
         block_bytes=kv_block_bytes(model, config.block_size, value_bytes),
-        free_bytes=free_bytes - 2 * num_parameters(model) - placement.num_workers * _WORKING_BYTES,
-        num_workers=placement.num_workers,
+        free_bytes=free_bytes - 2 * num_parameters(model) - placement.count * _WORKING_BYTES,
+        num_workers=placement.count,
     )
     size = size_kv(config, demand)
     if config.max_model_len is None and size.max_model_len < demand.context_limit:

@@ -11,18 +11,11 @@ import os
 import threading
 from dataclasses import dataclass
 
+from headwater.engines.base import Placement
 from headwater.engines.native.host import HostCores
 from headwater.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Which of how many workers on this host."""
-
-    worker_index: int = 0
-    num_workers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +29,10 @@ class Share:
 
 def choose_share(host: HostCores, placement: Placement, threads: int | None) -> Share:
     """Cores and threads of one worker. Raises `ConfigError` for more threads than CPUs."""
-    workers, total = placement.num_workers, len(host.cores)
+    workers, total = placement.count, len(host.cores)
     cores = host.cores
     if 1 < workers <= total:
-        index = placement.worker_index % workers
+        index = placement.index % workers
         cores = host.cores[index * total // workers : (index + 1) * total // workers]
     bound = len(cores) < total
     cpus = tuple(sorted(cpu for core in cores for cpu in core))
