@@ -15,7 +15,7 @@ from collections.abc import Callable
 import uvloop
 
 from headwater.config.schema import ServeConfig
-from headwater.engines.base import Engine, Progress, ProgressSink
+from headwater.engines.base import Engine, Placement, Progress, ProgressSink
 from headwater.engines.registry import create_engine
 from headwater.errors import ConfigError
 from headwater.runtime.endpoints import parse_bind
@@ -91,7 +91,7 @@ def log_progress(progress: Progress) -> None:
 
 
 def _make_engine(config: ServeConfig, worker_index: int, num_workers: int) -> Engine:
-    return create_engine(config.engine)
+    return create_engine(config.engine, Placement(worker_index, num_workers))
 
 
 def _shell_config(config: ServeConfig, worker_index: int) -> ShellConfig:
