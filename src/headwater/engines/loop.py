@@ -17,7 +17,7 @@ from typing import Protocol
 
 from headwater.engines.base import EngineInfo, Progress, ProgressSink
 from headwater.engines.core import EngineCore, StepOutcome, StepOwner
-from headwater.errors import EngineFailed, HeadwaterError, Overloaded
+from headwater.errors import ConfigError, EngineFailed, HeadwaterError, ModelError, Overloaded
 from headwater.protocol.request import EngineRequest
 
 _log = logging.getLogger(__name__)
@@ -180,7 +180,8 @@ class InlineLoop:
         self._scale = 0.001 / speedup if speedup > 0 else 0.0
         self._core: EngineCore | None = None
         self._next: asyncio.Handle | None = None
-        self._in_step = False
+        self._resting = False
+        """Whether what comes next is only a heartbeat."""
         self._due = 0.0
         self._closed = False
 
@@ -220,13 +221,14 @@ class InlineLoop:
         self._wake()
 
     def _wake(self) -> None:
-        """Begin a step on the next turn, unless one is under way."""
-        if not self._in_step:
+        """Begin a step on the next turn, unless one is under way or about to begin."""
+        if self._resting or self._next is None:
             self._schedule(0.0, self._begin)
 
     def _schedule(self, delay_s: float, action: Callable[[EngineCore], None]) -> None:
         if self._next is not None:
             self._next.cancel()
+        self._resting = False
         if delay_s > 0:
             self._next = self._loop.call_later(delay_s, self._guard, action)
         else:
@@ -238,16 +240,15 @@ class InlineLoop:
             self._due = 0.0
             self._loop.call_soon(self._deliver, core.finish_step())
             self._schedule(_RETRY_S if core.has_work else _HEARTBEAT_S, self._begin)
+            self._resting = True
             return
         delay_s = self._delay_until_due(duration_ms * self._scale) if self._scale else 0.0
         if delay_s > 0:
-            self._in_step = True
             self._schedule(delay_s, self._finish)
         else:
             self._finish(core)
 
     def _finish(self, core: EngineCore) -> None:
-        self._in_step = False
         self._loop.call_soon(self._deliver, core.finish_step())
         self._schedule(0.0, self._begin)
 
@@ -290,11 +291,11 @@ def _resolve(future: "asyncio.Future[object] | None", value: object) -> None:
 
 
 def _as_failure(error: Exception) -> HeadwaterError:
-    """The error as the outside sees it; logged here, once, when it is not one a caller can act on."""
-    if isinstance(error, HeadwaterError) and not isinstance(error, EngineFailed):
+    """The error as the outside sees it; logged here, once, when it is not one the operator can act on."""
+    if isinstance(error, ConfigError | ModelError):
         return error
     _log.error("the engine failed", exc_info=error)
-    return error if isinstance(error, EngineFailed) else EngineFailed(f"the engine failed: {error!r}")
+    return error if isinstance(error, HeadwaterError) else EngineFailed(f"the engine failed: {error!r}")
 
 
 def _close_core(core: EngineCore) -> None:
