@@ -16,7 +16,7 @@ from headwater.engines.base import Progress
 from headwater.errors import ConfigError, HeadwaterError
 
 
-def behave(kind: str, config: ServeConfig, index: int, reporter: Reporter) -> None:
+def behave(kind: str, config: ServeConfig, index: int, reporter: Reporter) -> int:
     name = f"{kind}-{index}"
     behaviour = dict(word.split("=") for word in (config.engine.model or "").split(",") if word).get(name, "ok")
     print(f"{name} pid {os.getpid()} keys {len(config.frontend.api_key)}")

@@ -15,8 +15,10 @@ _CLOSE_TIMEOUT_S = 2.0
 class LogWriter:
     """Also a text stream, as far as `logging.StreamHandler` needs one."""
 
-    def __init__(self, stream: BinaryIO, capacity: int = 10_000) -> None:
+    def __init__(self, stream: BinaryIO, own_prefix: bytes = b"", capacity: int = 10_000) -> None:
+        """`own_prefix` stands before what is written through logging."""
         self._stream = stream
+        self._own_prefix = own_prefix
         self._lines: queue.Queue[bytes | None] = queue.Queue(capacity)
         self._dropped = 0
         self._divert: Callable[[str], None] | None = None
@@ -36,7 +38,7 @@ class LogWriter:
     def write(self, text: str) -> None:
         """What logging calls with a whole record, or with its line end."""
         if text.strip():
-            self.line(text.rstrip("\n").encode(errors="replace"))
+            self.line(self._own_prefix + text.rstrip("\n").encode(errors="replace"))
 
     def flush(self) -> None:
         return

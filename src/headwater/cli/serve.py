@@ -14,7 +14,7 @@ from rich.console import Console
 from headwater.cli.flags import GRAPH, add_config_flags, add_model, load_from
 from headwater.cli.http import Server
 from headwater.cli.log_writer import LogWriter
-from headwater.cli.serve_display import ServeDisplay, print_ready
+from headwater.cli.serve_display import ServeDisplay, prefix, print_ready
 from headwater.config.fields import sections_of
 from headwater.config.schema import ServeConfig
 from headwater.deploy.clusters import ClusterFolder, ClusterRecord, cluster_folder
@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         port = held.enter_context(reserved_port(config.frontend.host, config.frontend.port))
         folder = held.enter_context(cluster_folder())
         config = placed(config, port, folder)
-        writer = LogWriter(sys.stderr.buffer)
+        json_logs = config.runtime.log_format == "json"
+        writer = LogWriter(sys.stderr.buffer, b"" if json_logs else prefix("supervisor", parts_of(config)))
         held.callback(writer.close)
         configure_logging(config.runtime, "supervisor", writer)
         finish = asyncio.run(Serving(config, writer, began).run())

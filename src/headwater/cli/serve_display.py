@@ -55,7 +55,7 @@ class ServeDisplay:
         self._json_logs = json_logs
         self._reports: dict[Part, ProgressReport] = {part: ProgressReport("start") for part in parts}
         self._logged: dict[Part, tuple[str, float]] = {}
-        self._width = max(len(str(part)) for part in parts)
+        self._prefixes = {part: prefix(str(part), parts) for part in parts}
         self._live: Live | None = None
         if live_on is not None:
             self._start_live(live_on)
@@ -64,7 +64,7 @@ class ServeDisplay:
         if self._json_logs and line.startswith(b"{"):
             self._writer.line(line)
         else:
-            self._writer.line(f"{part!s:<{self._width}} | ".encode() + line)
+            self._writer.line(self._prefixes[part] + line)
 
     def on_progress(self, part: Part, report: ProgressReport) -> None:
         self._reports[part] = report
@@ -111,6 +111,12 @@ class ServeDisplay:
             bar = ProgressBar(report.total, report.done, width=30) if report.total else Text("")
             grid.add_row(mark, Text(str(part), "bold"), Text(describe(report)), bar)
         return grid
+
+
+def prefix(name: str, parts: Sequence[Part]) -> bytes:
+    """What stands before a log line, equally wide for all."""
+    width = max(len("supervisor"), *(len(str(part)) for part in parts))
+    return f"{name:<{width}} | ".encode()
 
 
 def describe(report: ProgressReport) -> str:

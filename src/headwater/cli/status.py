@@ -21,6 +21,7 @@ from headwater.protocol.cluster import Instance
 from headwater.runtime.registry.open import open_registry
 
 _TIMEOUT_S = 10.0
+_FILE_WIDTH = 200
 
 Document = dict[str, Any]
 """As `/debug/cluster` of a frontend gives it."""
@@ -99,7 +100,6 @@ _COLUMNS: dict[str, Callable[[Document], str]] = {
     "running": lambda worker: _load(worker, "num_running"),
     "waiting": lambda worker: _load(worker, "num_waiting"),
     "KV used": lambda worker: f"{worker['load']['kv_usage']:.0%}" if worker.get("load") else "-",
-    "KV blocks": lambda worker: f"{worker['kv_blocks']:,}",
     "hit rate": lambda worker: f"{worker['load']['prefix_hit_rate']:.0%}" if worker.get("load") else "-",
     "process": lambda worker: f"{worker['host']}:{worker['pid']}",
 }
@@ -107,6 +107,8 @@ _COLUMNS: dict[str, Callable[[Document], str]] = {
 
 def _print(document: Document) -> None:
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_FILE_WIDTH)
     console.print(f"{document['source']}: {_summary(document)}", soft_wrap=True, markup=False)
     for model in document["models"]:
         state = "ready" if model["ready"] else f"not ready: {model['missing']}"
@@ -114,7 +116,7 @@ def _print(document: Document) -> None:
         console.print(f"  {model['name']}: {state}", style=style, soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in _COLUMNS:
-        table.add_column(title, overflow="fold")
+        table.add_column(title, no_wrap=title not in ("worker", "model"), overflow="fold")
     for worker in document["workers"]:
         table.add_row(*(Text(column(worker)) for column in _COLUMNS.values()))
     if document["workers"]:

@@ -28,8 +28,10 @@ VERBS: dict[str, Verb] = {
     "doctor": Verb("headwater.cli.doctor", "check this machine and say what to do"),
     "models": Verb("headwater.cli.models", "list models that can be served by name"),
     "bench": Verb("headwater.cli.bench", "measure an OpenAI-compatible server", "serve [flags]"),
+    "simulate": Verb("headwater.cli.simulate", "try a cluster in virtual time, policies side by side"),
     "config": Verb("headwater.cli.config", "show, check and document the configuration", "show|validate|schema|docs"),
     "frontend": Verb("headwater.cli.frontend", "run one frontend that joins a registry"),
+    "worker": Verb("headwater.cli.worker", "run one worker that joins a registry", "[MODEL] [flags]"),
     "completion": Verb("headwater.cli.completion", "print a shell completion script", "SHELL"),
 }
 

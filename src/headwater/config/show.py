@@ -11,6 +11,9 @@ from headwater.config.schema import ServeConfig
 from headwater.config.values import REDACTED, spell
 
 _TOP_LEVEL = "The graph as a whole."
+_PAGE_HEAD = """# All configuration keys
+
+Printed by `headwater config docs`. How values are spelled and which spelling wins: [Configure](../configure.md)."""
 
 
 def show_text(loaded: LoadedConfig, *, origin: bool = False) -> str:
@@ -52,7 +55,7 @@ def reference_markdown() -> str:
         title = f"## `{section}`" if section else "## Top level"
         head = "| YAML key | Flag | Environment | Default | Meaning |\n|---|---|---|---|---|"
         parts.append(f"{title}\n\n{doc.splitlines()[0]}\n\n{head}\n" + "\n".join(rows))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([_PAGE_HEAD, *parts]) + "\n"
 
 
 def _top_level_first() -> list[Field]:

@@ -6,6 +6,7 @@ Dies with its supervisor, whatever kills that (PDEATHSIG). Never sees secrets on
 import argparse
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -19,11 +20,13 @@ from headwater.deploy.reports import Reporter
 from headwater.deploy.supervision import FAILED_EXIT, PERMANENT_EXIT
 from headwater.errors import ConfigError, HeadwaterError, ModelError
 
+_log = logging.getLogger(__name__)
+
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 20
 
-RunPart = Callable[[ServeConfig, int, Reporter], None]
-"""(configuration, index, reporter): runs until the process is told to leave."""
+RunPart = Callable[[ServeConfig, int, Reporter], int]
+"""(configuration, index, reporter): runs until the process is told to leave; returns the exit code."""
 
 
 def main(argv: Sequence[str], run_parts: Mapping[str, RunPart]) -> int:
@@ -34,15 +37,11 @@ def main(argv: Sequence[str], run_parts: Mapping[str, RunPart]) -> int:
     configure_logging(config.runtime, f"{args.kind}-{args.index}")
     reporter = Reporter(args.report_fd)
     try:
-        run_parts[args.kind](config, args.index, reporter)
+        return run_parts[args.kind](config, args.index, reporter)
     except HeadwaterError as error:
+        _log.debug("%s failed", args.kind, exc_info=True)
         reporter.failed(error)
-        if config.runtime.log_level == "debug":
-            raise
         return PERMANENT_EXIT if isinstance(error, ConfigError | ModelError) else FAILED_EXIT
-    except KeyboardInterrupt:
-        return FAILED_EXIT
-    return 0
 
 
 def arguments(kind: str, index: int, config_fd: int, report_fd: int) -> list[str]:

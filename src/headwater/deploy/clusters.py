@@ -1,24 +1,21 @@
 """Folders of the graphs that run on this host: one private folder each, found by `headwater status`.
 
-    <tmp>/headwater-<uid>/        0700, ours, or refused
-      serve-xxxxxxxx/             0700; also the default place of the embedded registry
-        cluster.json              how to reach it; its flock, held by the supervisor, says that it runs
-
-Paths are kept short, because Unix sockets below them may have 107 bytes at most.
+<run folder>/                 0700, ours, or refused; see `headwater.runtime.endpoints`
+  serve-xxxxxxxx/             0700; also the default place of the embedded registry
+    cluster.json              how to reach it; its flock, held by the supervisor, says that it runs
 """
 
 import contextlib
 import fcntl
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from headwater.errors import ConfigError
+from headwater.runtime.endpoints import default_run_folder, ensure_private
 
 _RECORD = "cluster.json"
 _PREFIX = "serve-"
@@ -72,11 +69,8 @@ def running_clusters() -> list[ClusterRecord]:
 
 
 def _base() -> Path:
-    base = Path(tempfile.gettempdir()) / f"headwater-{os.getuid()}"
-    base.mkdir(mode=0o700, exist_ok=True)
-    found = base.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError(f"{base} is not a private folder of this user", hint="remove it, or set TMPDIR")
+    base = default_run_folder()
+    ensure_private(base)
     return base
 
 

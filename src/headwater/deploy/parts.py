@@ -11,21 +11,24 @@ from headwater.config.schema import ServeConfig
 from headwater.deploy.child import main
 from headwater.deploy.reports import READY, Reporter
 from headwater.engines.base import Progress
-from headwater.errors import InternalError
 
 
-def frontend_part(config: ServeConfig, _index: int, reporter: Reporter) -> None:
+def frontend_part(config: ServeConfig, _index: int, reporter: Reporter) -> int:
     from headwater.frontend.process import run_frontend
 
     def listening(port: int) -> None:
         reporter.progress(Progress(READY, detail=f"listening on port {port}"))
 
-    code = uvloop.run(run_frontend(config, share_port=config.frontends > 1, on_listening=listening))
-    if code:
-        raise InternalError(f"the frontend ended with {code}")
+    return uvloop.run(run_frontend(config, share_port=config.frontends > 1, on_listening=listening))
 
 
-PARTS = {"frontend": frontend_part}
+def worker_part(config: ServeConfig, index: int, reporter: Reporter) -> int:
+    from headwater.worker.process import worker_main
+
+    return worker_main(config, worker_index=index, num_workers=config.workers, progress=reporter.progress)
+
+
+PARTS = {"frontend": frontend_part, "worker": worker_part}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], PARTS))

@@ -43,8 +43,9 @@ def base_url(host: str, port: int) -> str:
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror}", hint="127.0.0.1, 0.0.0.0 or an own address") from error
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not the name of a host"
+        raise ConfigError(f"--host {host}: {reason}", hint="127.0.0.1, 0.0.0.0 or an own address") from error
     return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
 
 

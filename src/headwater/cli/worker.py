@@ -1,0 +1,18 @@
+"""`headwater worker [MODEL]`: one worker that joins a registry."""
+
+import argparse
+
+from headwater.cli.flags import add_config_flags, add_model, load_from
+from headwater.deploy.logs import configure_logging
+from headwater.worker.process import worker_main
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_config_flags(parser, sections=("engine", "runtime"))
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load_from(args).config
+    configure_logging(config.runtime, "worker")
+    return worker_main(config, worker_index=0, num_workers=1)

@@ -1,0 +1,236 @@
+"""`headwater serve` and the verbs around it as a person runs them, with the mocker engine."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+HEADWATER = [sys.executable, "-m", "headwater"]
+DEADLINE_S = 60.0
+FAST = ["--engine", "mocker", "--mocker-speedup", "0", "--port", "0"]
+
+
+class Running:
+    """One `headwater serve` process and what it has written so far."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.out, self.err = "", ""
+        self._readers = [threading.Thread(target=self._read, args=(name,)) for name in ("out", "err")]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, name: str) -> None:
+        pipe = self.process.stdout if name == "out" else self.process.stderr
+        assert pipe is not None
+        with pipe:
+            for line in pipe:
+                setattr(self, name, getattr(self, name) + line)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert self.process.poll() is None or condition(), self.err
+            assert time.monotonic() < deadline, self.err
+            time.sleep(0.02)
+
+    @property
+    def url(self) -> str:
+        self.until(lambda: "try it:" in self.out and "curl" in self.out)
+        return re.findall(r"http://[\w.:\[\]]+", self.out)[0]
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        code = self.process.wait(DEADLINE_S)
+        for reader in self._readers:
+            reader.join()
+        return code
+
+
+@pytest.fixture
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """No configuration from outside, and a place for cluster folders that no other test looks into."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
+    return {**kept, "XDG_RUNTIME_DIR": str(tmp_path_factory.mktemp("t"))}
+
+
+@contextlib.contextmanager
+def serve(environment: dict[str, str], *flags: str) -> Iterator[Running]:
+    process = subprocess.Popen(
+        [*HEADWATER, "serve", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    running = Running(process)
+    try:
+        yield running
+    finally:
+        if process.poll() is None:
+            running.end(signal.SIGKILL)
+
+
+def headwater(environment: dict[str, str], *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*HEADWATER, *argv], capture_output=True, text=True, env=environment, timeout=DEADLINE_S)
+
+
+def worker_pids(environment: dict[str, str]) -> dict[str, int]:
+    document = json.loads(headwater(environment, "status", "--json").stdout)
+    return {worker["worker_id"]: worker["pid"] for worker in document["workers"] if worker["state"] == "ready"}
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def cluster_folders(environment: dict[str, str]) -> list[Path]:
+    return list(Path(environment["XDG_RUNTIME_DIR"]).glob("headwater-*/serve-*"))
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_serve_answers_survives_a_killed_worker_and_drains(environment: dict[str, str]) -> None:
+    with serve(environment, *FAST, "--workers", "2", "--frontends", "2", "--api-key", "the-key") as running:
+        url = running.url
+        assert re.search(r"workers +│ 2", running.out)
+        assert "Bearer $API_KEY" in running.out
+        assert "the-key" not in running.out + running.err
+        keyed = {**environment, "HEADWATER_API_KEY": "the-key"}
+
+        status = headwater(keyed, "status")
+        assert status.returncode == 0, status.stderr
+        assert "2 workers" in status.stdout
+        assert headwater(environment, "status").returncode == 1, "without the key"
+
+        chat = headwater(keyed, "chat", "--url", url, "--once", "hello", "--max-tokens", "7")
+        assert chat.returncode == 0, chat.stderr
+        assert "7 tokens" in chat.stderr
+
+        before = worker_pids(keyed)
+        killed = min(before)
+        os.kill(before[killed], signal.SIGKILL)
+        running.until(lambda: len(set(worker_pids(keyed)) - set(before)) == 1)
+        after = worker_pids(keyed)
+        assert killed not in after
+        assert len(after) == 2
+        assert "died: killed by SIGKILL; starting it again in 0.5 s" in running.err
+        assert headwater(keyed, "chat", "--once", "hello", "--max-tokens", "3").returncode == 0
+
+        pids = children(running.process.pid)
+        assert len(pids) == 4
+        assert running.end() == 0
+        assert not any(alive(pid) for pid in pids)
+        assert re.search(r"^worker-0 +\| ", running.err, re.MULTILINE)
+    assert cluster_folders(environment) == []
+
+
+def test_a_taken_port_is_refused_before_anything_starts(environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = headwater(environment, "serve", "--engine", "mocker", "--port", str(port))
+    assert done.returncode == 2
+    assert f"127.0.0.1:{port} is in use" in done.stderr
+    assert "worker-0" not in done.stderr
+
+
+def test_two_clusters_cannot_share_a_port_by_accident(environment: dict[str, str]) -> None:
+    with serve(environment, *FAST, "--frontends", "2") as running:
+        port = running.url.rpartition(":")[2]
+        done = headwater(environment, "serve", "--engine", "mocker", "--frontends", "2", "--port", port)
+        assert done.returncode == 2
+        assert "is in use" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["./no-such-model"], "there is no file or folder ./no-such-model"),
+        (["--engine", "mokker"], "mocker"),
+        (["--router-policy", "cheapest"], "least_loaded"),
+    ],
+)
+def test_what_cannot_work_ends_at_once_with_the_reason(
+    environment: dict[str, str], flags: list[str], says: str
+) -> None:
+    done = headwater(environment, "serve", "--engine", "mocker", "--port", "0", *flags)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert "starting it again" not in done.stderr
+
+
+def test_nothing_is_left_when_serve_is_killed(environment: dict[str, str]) -> None:
+    with serve(environment, *FAST, "--workers", "2") as running:
+        running.until(lambda: "try it:" in running.out)
+        pids = children(running.process.pid)
+        assert len(pids) == 3
+        running.end(signal.SIGKILL)
+        deadline = time.monotonic() + 2.0
+        while any(alive(pid) for pid in pids):
+            assert time.monotonic() < deadline, "orphans are left"
+            time.sleep(0.01)
+    with serve(environment, *FAST) as again:
+        again.until(lambda: "try it:" in again.out)
+        assert len(cluster_folders(environment)) == 1, "the dead one's folder is gone"
+        assert again.end(signal.SIGINT) == 0
+
+
+def test_json_logs_are_json_throughout(environment: dict[str, str]) -> None:
+    with serve(environment, *FAST, "--log-format", "json") as running:
+        running.until(lambda: "try it:" in running.out)
+        assert running.end() == 0
+    entries = [json.loads(line) for line in running.err.splitlines()]
+    assert {"supervisor", "frontend-0"} <= {entry["part"] for entry in entries}
+
+
+def test_parts_started_one_by_one_find_each_other(environment: dict[str, str], tmp_path: Path) -> None:
+    registry = (tmp_path / "registry").as_uri()
+    url = f"http://127.0.0.1:{free_port()}"
+    parts = [
+        ["frontend", "--registry", registry, "--port", url.rpartition(":")[2]],
+        ["worker", "--registry", registry, "--engine", "mocker", "--mocker-speedup", "0"],
+    ]
+    with contextlib.ExitStack() as stack:
+        running = []
+        for part in parts:
+            process = subprocess.Popen([*HEADWATER, *part], env=environment, stderr=subprocess.DEVNULL)
+            stack.callback(process.kill)
+            running.append(process)
+        chat = headwater(environment, "chat", "--url", url, "--wait", "30s", "--once", "hi", "--max-tokens", "5")
+        assert chat.returncode == 0, chat.stderr
+        running[0].send_signal(signal.SIGTERM)
+        assert running[0].wait(DEADLINE_S) == 0
+        seen = headwater(environment, "status", "--registry", registry, "--port", "1", "--json")
+        assert seen.returncode == 1, "no frontend answers"
+        assert [worker["state"] for worker in json.loads(seen.stdout)["workers"]] == ["ready"]
+        running[1].send_signal(signal.SIGTERM)
+        assert running[1].wait(DEADLINE_S) == 0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        return int(made.getsockname()[1])
+
+
+@pytest.mark.parametrize("part", ["frontend", "worker"])
+def test_a_part_on_its_own_asks_for_a_registry(environment: dict[str, str], part: str) -> None:
+    done = headwater(environment, part)
+    assert done.returncode == 2
+    assert "needs --registry" in done.stderr
+
+
+def test_status_says_when_there_is_nothing(environment: dict[str, str]) -> None:
+    done = headwater(environment, "status", "--port", "1")
+    assert done.returncode == 1
+    assert "start one with `headwater serve`" in done.stderr
