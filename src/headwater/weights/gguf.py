@@ -107,6 +107,10 @@ class GgufFile:
         value = self.metadata.get(key)
         return [v for v in value if isinstance(v, str)] if isinstance(value, list) else None
 
+    def integers(self, key: str) -> list[int] | None:
+        value = self.metadata.get(key)
+        return [v for v in value if isinstance(v, int)] if isinstance(value, list) else None
+
     def numbers(self, key: str) -> list[float] | None:
         value = self.metadata.get(key)
         return [float(v) for v in value if not isinstance(v, str)] if isinstance(value, list) else None

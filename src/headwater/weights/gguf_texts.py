@@ -84,7 +84,7 @@ def shard_files(gguf: GgufFile) -> tuple[Path, ...]:
 
 def _end_tokens(gguf: GgufFile) -> tuple[int, ...]:
     ids = [gguf.integer(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens, kinds = gguf.texts("tokenizer.ggml.tokens") or [], gguf.numbers("tokenizer.ggml.token_type") or []
+    tokens, kinds = gguf.texts("tokenizer.ggml.tokens") or [], gguf.integers("tokenizer.ggml.token_type") or []
     named = [
         i for i, (text, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == _CONTROL and text in _END_TEXTS
     ]

@@ -122,7 +122,7 @@ def _vocabulary(gguf: GgufFile, *, adds_bos: bool) -> _Vocabulary:
     tokens = gguf.texts("tokenizer.ggml.tokens")
     if not tokens:
         raise ModelError(f"{gguf.path.name} has no vocabulary", hint="Give a tokenizer with --tokenizer.")
-    kinds = [int(kind) for kind in gguf.numbers("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)]
+    kinds = gguf.integers("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise ModelError(f"{gguf.path.name}: {len(tokens)} tokens but {len(kinds)} token types")
     bos, eos = (_token_id(gguf, name, len(tokens)) for name in ("bos", "eos"))
