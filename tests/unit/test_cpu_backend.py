@@ -11,8 +11,9 @@ from cpu_reference import RandomCheckpoint, flat_batch, reference_logits, small
 from headwater.engines.native.base import FlatBatch, NativeModelConfig
 from headwater.engines.native.cpu.backend import CpuBackend, CpuOptions
 from headwater.engines.native.cpu.binding import Kernels
-from headwater.engines.native.cpu.library import load_library, user_cache_folder
+from headwater.engines.native.cpu.library import load_library
 from headwater.errors import ConfigError, InternalError, ModelError
+from headwater.weights.cache import default_cache_folder
 
 MODELS = {
     "llama": {},
@@ -35,7 +36,7 @@ ISAS = ("avx512", "avx2", "portable")
 
 
 def supported_isas() -> list[str]:
-    library = load_library(Path(__file__).parent, user_cache_folder())
+    library = load_library(Path(__file__).parent, default_cache_folder())
     Kernels(library).close()
     return [isa for isa in ISAS if Kernels.supported(library, isa)]
 

@@ -1,5 +1,7 @@
 """The CPU backend: one C call per step over mapped weights and block-first KV storage.
 
+Arithmetic and KV are float32. Weights keep their values exactly, in the narrowest type that can.
+
 Batch-invariant: the logits of a row are the same bits alone, batched, in any chunking, block placement or number of
 threads, because every sum has one order that depends on the row alone. All kernel variants with fused multiply-add
 (AVX2, AVX-512, NEON) share that order.
@@ -19,11 +21,12 @@ from numpy.typing import NDArray
 from headwater.engines.base import Progress, ProgressSink
 from headwater.engines.native.base import Checkpoint, FlatBatch, NativeModelConfig
 from headwater.engines.native.cpu.binding import HwBatch, HwLayer, HwMatrix, HwModel, Kernels
-from headwater.engines.native.cpu.library import load_library, user_cache_folder
+from headwater.engines.native.cpu.library import load_library
 from headwater.engines.native.cpu.panels import PANEL_ROWS, padded
-from headwater.engines.native.cpu.prepared import PreparedWeights, WeightsDtype, prepare
+from headwater.engines.native.cpu.prepared import PreparedWeights, prepare
 from headwater.engines.native.rope import rope_tables
 from headwater.errors import ConfigError, InternalError, ModelError
+from headwater.weights.cache import default_cache_folder
 
 MAX_HEAD_DIM = 512
 _Int32 = NDArray[np.int32]
@@ -34,8 +37,6 @@ class CpuOptions:
     """How the CPU backend runs."""
 
     threads: int = 1
-    dtype: WeightsDtype = "auto"
-    """Type weights are kept in; arithmetic and KV are float32. `auto`: the narrowest type that changes no value."""
     weights_cache: Path | None = None
     """Folder of prepared weights; None: the user's cache folder."""
     max_model_len: int | None = None
@@ -50,6 +51,9 @@ class CpuBackend:
     dtype = torch.float32
     batch_invariant = True
 
+    dtype = torch.float32
+    batch_invariant = True
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -59,11 +63,11 @@ class CpuBackend:
         options = options or CpuOptions()
         self.config = checkpoint.config
         _check_supported(self.config)
-        cache = user_cache_folder()
+        cache = default_cache_folder()
         library = load_library(Path(__file__).parent, cache)
         self._kernels = Kernels(library, threads=options.threads, isa=options.isa)
         self.isa = self._kernels.isa
-        self._weights = prepare(checkpoint, options.dtype, options.weights_cache or cache / "weights", progress)
+        self._weights = prepare(checkpoint, options.weights_cache or cache / "weights", progress)
         self.max_model_len = options.max_model_len or self.config.max_position_embeddings
         self._rope = _rope(self.config, self.max_model_len)
         self._model = _model(self.config, self._weights, self._rope)

@@ -19,12 +19,6 @@ class KernelsUnavailable(Exception):
     """There is no usable library and none can be built; the message says why."""
 
 
-def user_cache_folder() -> Path:
-    """Where this user's caches live, by the XDG convention."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base, "headwater")
-
-
 def load_library(package_folder: Path, cache_folder: Path) -> ctypes.CDLL:
     """Load the library that matches the sources. Raises `KernelsUnavailable`."""
     name = library_name()

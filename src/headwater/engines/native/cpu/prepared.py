@@ -17,7 +17,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -31,7 +31,6 @@ from headwater.errors import InternalError, ModelError
 
 logger = logging.getLogger(__name__)
 
-WeightsDtype = Literal["auto", "float32", "bfloat16", "float16"]
 LOCK_TIMEOUT_S = 1800.0
 
 _MAGIC = b"HWPANELS"
@@ -54,7 +53,6 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprint: str
-    dtype: str
     entries: list[Entry]
 
 
@@ -88,41 +86,40 @@ class PreparedWeights:
         self._mapping.close()
 
 
-def prepare(checkpoint: Checkpoint, dtype: WeightsDtype, folder: Path, progress: ProgressSink) -> PreparedWeights:
+def prepare(checkpoint: Checkpoint, folder: Path, progress: ProgressSink) -> PreparedWeights:
     """Map the prepared weights of `checkpoint`, building them first where needed."""
     plans = model_plan(checkpoint.config)
-    path = folder / _file_name(checkpoint, dtype)
-    wanted = Index(checkpoint.fingerprint, dtype, [])
+    path = folder / _file_name(checkpoint.fingerprint)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return _map_or_build(path, plans, wanted, checkpoint, progress)
+        return _map_or_build(path, plans, checkpoint, progress)
     except OSError as error:
         logger.warning("cannot keep prepared weights in %s (%s): this process holds its own copy", folder, error)
     with os.fdopen(os.memfd_create("headwater-weights"), "w+b") as file:
-        _write(file, plans, wanted, checkpoint, progress)
-        return _map(file, plans, wanted, progress)
+        _write(file, plans, checkpoint, progress)
+        return _map(file, plans, checkpoint, progress)
 
 
-def _file_name(checkpoint: Checkpoint, dtype: WeightsDtype) -> str:
-    if not re.fullmatch(r"[0-9a-fA-F]{8,128}", checkpoint.fingerprint):
-        raise ModelError(f"checkpoint fingerprint {checkpoint.fingerprint!r} is not a hex digest")
-    return f"{checkpoint.fingerprint[:40]}-{dtype}-v{LAYOUT_VERSION}.panels"
+def _file_name(fingerprint: str) -> str:
+    if not re.fullmatch(r"[0-9a-fA-F]{8,128}", fingerprint):
+        raise InternalError(f"checkpoint fingerprint {fingerprint!r} is not a hex digest")
+    return f"{fingerprint[:40]}-v{LAYOUT_VERSION}.panels"
 
 
 def _map_or_build(
-    path: Path, plans: Sequence[TensorPlan], wanted: Index, checkpoint: Checkpoint, progress: ProgressSink
+    path: Path, plans: Sequence[TensorPlan], checkpoint: Checkpoint, progress: ProgressSink
 ) -> PreparedWeights:
-    if weights := _map_path(path, plans, wanted, progress):
+    if weights := _map_path(path, plans, checkpoint, progress):
         return weights
     with _lock(path.with_name(path.name + ".lock"), progress):
-        if weights := _map_path(path, plans, wanted, progress):
+        if weights := _map_path(path, plans, checkpoint, progress):
             return weights
         temporary = path.with_name(path.name + ".partial")  # the lock makes it ours, also when left by a crash
         try:
             with temporary.open("w+b") as file:
-                _write(file, plans, wanted, checkpoint, progress)
+                _write(file, plans, checkpoint, progress)
                 os.fsync(file.fileno())
-                weights = _map(file, plans, wanted, progress)
+                weights = _map(file, plans, checkpoint, progress)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -145,23 +142,21 @@ def _lock(path: Path, progress: ProgressSink) -> Iterator[None]:
         yield
 
 
-def _write(
-    file: BinaryIO, plans: Sequence[TensorPlan], wanted: Index, checkpoint: Checkpoint, progress: ProgressSink
-) -> None:
+def _write(file: BinaryIO, plans: Sequence[TensorPlan], checkpoint: Checkpoint, progress: ProgressSink) -> None:
     total = sum(plan.parameters for plan in plans)
     done, entries = 0, []
     file.write(b"\0" * _HEADER.size)
     for plan in plans:
         progress(Progress("convert", done, total, "parameters", plan.name))
         tensor = plan.read(checkpoint)
-        kind = PanelKind.F32 if plan.inputs is None else _choose(plan, tensor, wanted.dtype)
+        kind = PanelKind.F32 if plan.inputs is None else _narrowest(tensor)
         _align(file)
         offset = file.tell()
         _write_tensor(file, plan, tensor, kind)
         entries.append(Entry(plan.name, int(kind), offset, plan.nbytes(kind)))
         done += plan.parameters
     progress(Progress("convert", done, total, "parameters"))
-    index = msgspec.json.encode(Index(wanted.fingerprint, wanted.dtype, entries))
+    index = msgspec.json.encode(Index(checkpoint.fingerprint, entries))
     _align(file)
     place = file.tell()
     file.write(index)
@@ -174,14 +169,9 @@ def _align(file: BinaryIO) -> None:
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
 
 
-def _choose(plan: TensorPlan, tensor: torch.Tensor, dtype: str) -> PanelKind:
-    """`auto`: the narrowest type that holds every value exactly."""
-    if dtype == "auto":
-        return next(kind for kind in (PanelKind.BF16, PanelKind.F16, PanelKind.F32) if holds(kind, tensor))
-    kind = {"float32": PanelKind.F32, "bfloat16": PanelKind.BF16, "float16": PanelKind.F16}[dtype]
-    if kind is PanelKind.F16 and float(tensor.abs().max()) > torch.finfo(torch.float16).max:
-        raise ModelError(f"{plan.name} has values beyond float16", hint="use --dtype bfloat16 or float32")
-    return kind
+def _narrowest(tensor: torch.Tensor) -> PanelKind:
+    """The narrowest type that holds every value exactly."""
+    return next(kind for kind in (PanelKind.BF16, PanelKind.F16, PanelKind.F32) if holds(kind, tensor))
 
 
 def _write_tensor(file: BinaryIO, plan: TensorPlan, tensor: torch.Tensor, kind: PanelKind) -> None:
@@ -199,10 +189,12 @@ def _write_tensor(file: BinaryIO, plan: TensorPlan, tensor: torch.Tensor, kind: 
         file.write(out.numpy().data)
 
 
-def _map_path(path: Path, plans: Sequence[TensorPlan], wanted: Index, progress: ProgressSink) -> PreparedWeights | None:
+def _map_path(
+    path: Path, plans: Sequence[TensorPlan], checkpoint: Checkpoint, progress: ProgressSink
+) -> PreparedWeights | None:
     try:
         with path.open("rb") as file:
-            return _map(file, plans, wanted, progress)
+            return _map(file, plans, checkpoint, progress)
     except FileNotFoundError:
         return None
     except _Unfit as error:
@@ -210,10 +202,12 @@ def _map_path(path: Path, plans: Sequence[TensorPlan], wanted: Index, progress: 
         return None
 
 
-def _map(file: BinaryIO, plans: Sequence[TensorPlan], wanted: Index, progress: ProgressSink) -> PreparedWeights:
+def _map(
+    file: BinaryIO, plans: Sequence[TensorPlan], checkpoint: Checkpoint, progress: ProgressSink
+) -> PreparedWeights:
     size = os.fstat(file.fileno()).st_size
     index = _read_index(file, size)
-    if (index.fingerprint, index.dtype) != (wanted.fingerprint, wanted.dtype):
+    if index.fingerprint != checkpoint.fingerprint:
         raise _Unfit("it belongs to another checkpoint")
     if [entry.name for entry in index.entries] != [plan.name for plan in plans]:
         raise _Unfit("its tensors are not those of this model")

@@ -101,7 +101,7 @@ void attend(const HwModel &m, const HwBatch &b, const KvShape &s, const HwAttent
             keys[p] = (const char *)(kv_head(b, s, table[position / s.block_size], call.layer, task.kv_head) +
                                      position % s.block_size * s.head_dim);
         }
-        tile_rows<F32>({buffers.query, query_stride, keys, 1, 0, s.head_dim, s.head_dim, buffers.scores, tile_tokens,
+        tile_rows<Cached>({buffers.query, query_stride, keys, 1, 0, s.head_dim, s.head_dim, buffers.scores, tile_tokens,
                         false}, queries, key_panels);
         for (int64_t i = 0; i < queries; i++) {
             float factor = soften(buffers.scores + i * tile_tokens, key_panels * 16, float(t0), lows[i], ends[i],
@@ -118,7 +118,7 @@ void attend(const HwModel &m, const HwBatch &b, const KvShape &s, const HwAttent
                                 s.head_dim * s.block_size + position % s.block_size * 16;
             for (int64_t d = 0; d < dims; d++) values[p * dims + d] = (const char *)(base + d * s.block_size * 16);
         }
-        tile_rows<F32>({buffers.scores, tile_tokens, values, key_panels, dims, 16, tokens - (key_panels - 1) * 16,
+        tile_rows<Cached>({buffers.scores, tile_tokens, values, key_panels, dims, 16, tokens - (key_panels - 1) * 16,
                         buffers.sums, s.padded_dim, true}, queries, dims);
     }
     for (int64_t i = 0; i < queries; i++) {

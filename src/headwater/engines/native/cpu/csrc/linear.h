@@ -1,7 +1,8 @@
 // out = x @ W^T over panels. One register tile serves linear layers, attention scores and attention sums.
 //
-// Few rows: the weights are widened to float32 in registers, read once from memory. Many rows: a stretch of panels is
-// widened once into a buffer that fits the inner caches and used by all row tiles. Both sum over K in ascending order.
+// Weights are widened to float32 in registers. Groups of panels are read one after the other, a stretch of K at a time,
+// and used by all row tiles while they lie in the cache; meanwhile the next stretch is fetched from memory: without that
+// the hardware's prefetchers stumble at every page and a step at batch 8 takes more than twice as long.
 #pragma once
 #include "forward.h"
 #include "simd.h"
@@ -10,19 +11,26 @@ namespace {
 
 // Weight types: `even(p)` and `odd(p)` give 16 outputs of k and k + 1, `pair_bytes` apart from the next pair.
 struct Bf16 {
+    static constexpr bool streamed = true;
     static constexpr int64_t pair_bytes = 64;
     HW_INLINE vec even(const char *p) { return bf16_even(p); }
     HW_INLINE vec odd(const char *p) { return bf16_odd(p); }
 };
 struct F16 {
+    static constexpr bool streamed = true;
     static constexpr int64_t pair_bytes = 64;
     HW_INLINE vec even(const char *p) { return f16(p); }
     HW_INLINE vec odd(const char *p) { return f16(p + 32); }
 };
 struct F32 {
+    static constexpr bool streamed = true;
     static constexpr int64_t pair_bytes = 128;
     HW_INLINE vec even(const char *p) { return load((const float *)p); }
     HW_INLINE vec odd(const char *p) { return load((const float *)p + 16); }
+};
+// Keys, values: short stretches at scattered places.
+struct Cached : F32 {
+    static constexpr bool streamed = false;
 };
 
 #if defined(HW_AVX512)
@@ -36,11 +44,11 @@ constexpr int max_panels = 4;
 
 // acc[r][p] (+)= sum over k of a[r][k] * panel[p][k], for R rows and P panels of 16 outputs.
 // `segments` stretches of `k` values follow each other: stretch s of panel p starts at panels[s * stride + p], and
-// its activations at a + s * k; the last stretch has `last_k` values.
+// its activations at a + s * k; the last stretch has `last_k` values. What lies `ahead` bytes on is fetched meanwhile.
 template <class W, int R, int P>
 __attribute__((noinline)) void tile(const float *a, int64_t a_stride, const char *const *panels, int64_t segments,
                                     int64_t stride, int64_t k, int64_t last_k, float *acc, int64_t acc_stride,
-                                    bool accumulate) {
+                                    bool accumulate, int64_t ahead) {
     vec c[R][P];
     HW_UNROLL for (int r = 0; r < R; r++)
         HW_UNROLL for (int p = 0; p < P; p++)
@@ -54,6 +62,10 @@ __attribute__((noinline)) void tile(const float *a, int64_t a_stride, const char
         int64_t count = s + 1 < segments ? k : last_k, offset = 0;
         for (int64_t pair = 0; pair < count / 2; pair++) {
             vec even[P], odd[P];
+            if constexpr (W::streamed)
+                HW_UNROLL for (int p = 0; p < P; p++)
+                    HW_UNROLL for (int64_t line = 0; line < W::pair_bytes; line += 64)
+                        __builtin_prefetch(w[p] + offset + ahead + line);
             HW_UNROLL for (int p = 0; p < P; p++) even[p] = W::even(w[p] + offset);
             HW_UNROLL for (int r = 0; r < R; r++) {
                 vec x = broadcast(base[r / 3][(r % 3) * a_stride]);
@@ -87,10 +99,11 @@ struct TileCall {
     float *acc;
     int64_t acc_stride;
     bool accumulate;
+    int64_t ahead = 0;
 };
 
 template <class W, int R, int P> HW_INLINE void run_tile(const TileCall &t) {
-    tile<W, R, P>(t.a, t.a_stride, t.panels, t.segments, t.stride, t.k, t.last_k, t.acc, t.acc_stride, t.accumulate);
+    tile<W, R, P>(t.a, t.a_stride, t.panels, t.segments, t.stride, t.k, t.last_k, t.acc, t.acc_stride, t.accumulate, t.ahead);
 }
 
 template <class W, int R> HW_INLINE void tile_panels(const TileCall &call, int64_t panels) {
@@ -153,46 +166,29 @@ HW_INLINE void finish_row(const Output &o, const float *acc, int64_t row, int64_
     }
 }
 
-constexpr int64_t stretch_k = 512;      // widened at once: stretch_k * group_panels * 64 bytes
 constexpr int64_t group_panels = 4;
+constexpr int64_t stretch_k = 2048;  // a stretch of one group fits the second-level cache
 
 struct LinearBuffers {
-    alignas(64) float widened[group_panels * stretch_k * 16];
     alignas(64) float acc[hw_row_block * group_panels * 16];
 };
-
-template <class W> const char *widen(const char *panel, int64_t k, float *out) {
-    for (int64_t pair = 0; pair < k / 2; pair++) {
-        store(out + pair * 32, W::even(panel + pair * W::pair_bytes));
-        store(out + pair * 32 + 16, W::odd(panel + pair * W::pair_bytes));
-    }
-    return (const char *)out;
-}
-template <> const char *widen<F32>(const char *panel, int64_t, float *) { return panel; }
 
 // Panels [first, first + panels) of the matrix for all rows; panels <= group_panels, m <= hw_row_block.
 template <class W>
 void linear_group(const HwMatrix &w, int64_t first, int64_t panels, const float *x, int64_t x_stride, int64_t m,
                   const Output &o, LinearBuffers &b) {
-    const int64_t panel_bytes = w.k / 2 * W::pair_bytes;
-    const char *source[group_panels];
-    for (int64_t p = 0; p < panels; p++) source[p] = (const char *)w.data + (first + p) * panel_bytes;
-    const int64_t acc_stride = group_panels * 16;
-    if (m <= max_rows) {
-        tile_rows<W>({x, x_stride, source, 1, 0, w.k, w.k, b.acc, acc_stride, false}, m, panels);
-    } else {
-        const char *wide[group_panels];
-        for (int64_t k0 = 0; k0 < w.k; k0 += stretch_k) {
-            int64_t k = w.k - k0 < stretch_k ? w.k - k0 : stretch_k;
-            for (int64_t p = 0; p < panels; p++) {
-                wide[p] = widen<W>(source[p] + k0 / 2 * W::pair_bytes, k, b.widened + p * stretch_k * 16);
-            }
-            int64_t tiles = (m + max_rows - 1) / max_rows;
-            for (int64_t t = 0; t < tiles; t++) {
-                int64_t begin = m * t / tiles, rows = m * (t + 1) / tiles - begin;
-                tile_rows<F32>({x + begin * x_stride + k0, x_stride, wide, 1, 0, k, k, b.acc + begin * acc_stride,
-                                acc_stride, k0 > 0}, rows, panels);
-            }
+    const int64_t panel_bytes = w.k / 2 * W::pair_bytes, acc_stride = group_panels * 16;
+    const int64_t tiles = (m + max_rows - 1) / max_rows;
+    for (int64_t k0 = 0; k0 < w.k; k0 += stretch_k) {
+        const int64_t k = w.k - k0 < stretch_k ? w.k - k0 : stretch_k, skipped = k0 / 2 * W::pair_bytes;
+        const char *source[group_panels];
+        for (int64_t p = 0; p < panels; p++) source[p] = (const char *)w.data + (first + p) * panel_bytes + skipped;
+        const bool last = k0 + k == w.k;
+        const int64_t ahead = last ? group_panels * panel_bytes - skipped : k / 2 * W::pair_bytes;
+        for (int64_t t = 0; t < tiles; t++) {
+            int64_t begin = m * t / tiles, rows = m * (t + 1) / tiles - begin;
+            tile_rows<W>({x + begin * x_stride + k0, x_stride, source, 1, 0, k, k, b.acc + begin * acc_stride,
+                          acc_stride, k0 > 0, ahead}, rows, panels);
         }
     }
     for (int64_t r = 0; r < m; r++) finish_row(o, b.acc + r * acc_stride, r, first, panels);
