@@ -7,10 +7,9 @@ from typing import Any
 
 from headwater.clock import RealClock
 from headwater.config.schema import FrontendConfig
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, ModelNotFound, NoWorkers
 from headwater.frontend.dispatch import TokenSink
 from headwater.frontend.http.base import Headers, HttpRequest
-from headwater.frontend.openai.observer import Endpoint, RequestObserver, RequestSummary
 from headwater.frontend.openai.serving import ServedModel, build_model, openai_routes
 from headwater.frontend.preprocess.tokenizer import unpack_ids
 from headwater.protocol.cluster import ModelCard
@@ -150,43 +149,22 @@ def _entry_text(entry: dict[str, Any]) -> str:
     return (entry["delta"].get("content") or "") if "delta" in entry else str(entry["text"])
 
 
-class RecordingObserver:
-    def __init__(self) -> None:
-        self.refusals: list[HeadwaterError] = []
-        self.ttfts: list[float] = []
-        self.num_tokens = 0
-        self.summaries: list[RequestSummary] = []
-
-    def accepted(self, endpoint: Endpoint, model: str, prompt_tokens: int, choices: int) -> RequestObserver:
-        return self
-
-    def refused(self, endpoint: Endpoint, model: str, error: HeadwaterError) -> None:
-        self.refusals.append(error)
-
-    def first_token(self, ttft_s: float) -> None:
-        self.ttfts.append(ttft_s)
-        self.num_tokens += 1
-
-    def tokens(self, count: int, gap_s: float) -> None:
-        self.num_tokens += count
-
-    def finished(self, summary: RequestSummary) -> None:
-        self.summaries.append(summary)
-
-
 class Api:
     """The routes around fixed models."""
 
     def __init__(self, *models: ServedModel, strict: bool = False, request_timeout: float = 0.0) -> None:
         self.models = {name: model for model in models for name in model.card.served_names}
         self.dispatcher = FakeDispatcher()
-        self.observer = RecordingObserver()
         config = FrontendConfig(strict=strict, request_timeout=request_timeout)
-        routes = openai_routes(self, self.dispatcher, config, RealClock(), self.observer)
+        routes = openai_routes(self, self.dispatcher, config, RealClock())
         self.handlers = {(route.method, route.path): route.handler for route in routes}
 
-    def get(self, name: str) -> ServedModel | None:
-        return self.models.get(name)
+    def get(self, name: str) -> ServedModel:
+        if not self.models:
+            raise NoWorkers("no model is ready yet", retry_after_s=2.0)
+        if name not in self.models:
+            raise ModelNotFound(f"the model {name} does not exist", param="model")
+        return self.models[name]
 
     def all(self) -> list[ServedModel]:
         return list(dict.fromkeys(self.models.values()))

@@ -19,7 +19,6 @@ from headwater.frontend.http.base import Headers, Responder
 from headwater.frontend.http.replies import JSON, reply_for
 from headwater.frontend.openai.answers import PromptTokensDetails, Usage
 from headwater.frontend.openai.generation import Extension, Generation
-from headwater.frontend.openai.observer import RequestObserver, RequestSummary
 from headwater.frontend.openai.sinks import ChoiceSink, DirectSink
 from headwater.frontend.postprocess.detokenize import ByteDetokenizer
 from headwater.frontend.postprocess.sequence import Delta, SequenceText
@@ -52,12 +51,11 @@ class Answer(ABC):
         generation: Generation,
         responder: Responder,
         around: Surroundings,
-        observer: RequestObserver,
         since: float,
     ) -> None:
-        self.clock = around.clock
-        self.observer = observer
-        self.started_at = since
+        self._clock = around.clock
+        self._since = since
+        self._first_output_at: float | None = None
         self._generation = generation
         self._responder = responder
         self._dispatcher = around.dispatcher
@@ -65,7 +63,6 @@ class Answer(ABC):
         self._sinks = [self._make_sink(choice) for choice in range(generation.num_choices)]
         self._streams: list[int] = []
         self._open = generation.num_choices
-        self._outcome = "stop"
         self._ended = False
         self._timeout: asyncio.TimerHandle | None = None
         self._worker: str | None = None
@@ -73,7 +70,7 @@ class Answer(ABC):
     def begin(self) -> None:
         """Send the sequences to workers. Failures become the answer."""
         generation = self._generation
-        arrival = self.clock.epoch()
+        arrival = self._clock.epoch()
         deadline = arrival + self._timeout_s if self._timeout_s else None
         per_prompt = generation.choices_per_prompt
         try:
@@ -106,44 +103,34 @@ class Answer(ABC):
         self._dispatcher.abort(self._streams[choice : choice + 1])
 
     def fail(self, error: HeadwaterError) -> None:
-        if self._ended:
-            return
-        self._end(error.code, error)
-        self._answer_failure(error)
+        if not self._ended:
+            self._end()
+            self._answer_failure(error)
 
     def _abandon(self) -> None:
         """The client is gone."""
         if not self._ended:
-            self._end("disconnected", None)
+            self._end()
 
     def _time_out(self) -> None:
         self.fail(DeadlineExceeded(f"the request took longer than the limit of {self._timeout_s:g} s"))
 
-    def _choice_ended(self, choice: int, finish_reason: str) -> bool:
-        """Whether it was the last one."""
-        if choice == 0:
-            self._outcome = self._generation.format.outcome(choice, finish_reason)
-        self._open -= 1
-        return self._open == 0
-
-    def _end(self, outcome: str, error: HeadwaterError | None) -> None:
+    def _end(self) -> None:
         """Nothing more is generated for this request."""
         self._ended = True
         if self._timeout is not None:
             self._timeout.cancel()
         if self._open:
             self._dispatcher.abort(self._streams)
-        usage = self.usage()
-        self.observer.finished(
-            RequestSummary(
-                outcome=outcome,
-                prompt_tokens=usage.prompt_tokens,
-                cached_tokens=usage.prompt_tokens_details.cached_tokens,
-                completion_tokens=usage.completion_tokens,
-                duration_s=self.clock.now() - self.started_at,
-                error=error,
-            )
-        )
+
+    def _note(self, delta: Delta) -> bool:
+        """Keep account of a delta; whether it is the last one of the request."""
+        if self._first_output_at is None:
+            self._first_output_at = self._clock.now()
+        if delta.finish_reason is None:
+            return False
+        self._open -= 1
+        return self._open == 0
 
     def usage(self) -> Usage:
         """So far. A prompt counts once, however many choices it has."""
@@ -165,12 +152,11 @@ class Answer(ABC):
         return extension or None
 
     def _timing(self) -> dict[str, float]:
-        total_s = self.clock.now() - self.started_at
+        total_s = self._clock.now() - self._since
         usage = self.usage()
-        timing = {"request_received_ms": (self.clock.epoch() - total_s) * 1e3, "total_time_ms": total_s * 1e3}
-        first = self._sinks[0].first_output_at
-        if first is not None:
-            timing["ttft_ms"] = (first - self.started_at) * 1e3
+        timing = {"request_received_ms": (self._clock.epoch() - total_s) * 1e3, "total_time_ms": total_s * 1e3}
+        if self._first_output_at is not None:
+            timing["ttft_ms"] = (self._first_output_at - self._since) * 1e3
         timing["kv_hit_rate"] = usage.prompt_tokens_details.cached_tokens / max(1, usage.prompt_tokens)
         return timing
 
@@ -183,10 +169,9 @@ class StreamAnswer(Answer):
         generation: Generation,
         responder: Responder,
         around: Surroundings,
-        observer: RequestObserver,
         since: float,
     ) -> None:
-        super().__init__(generation, responder, around, observer, since)
+        super().__init__(generation, responder, around, since)
         self._started = False
         self._opened = [False] * generation.num_choices
         self._spoke_at = since
@@ -217,9 +202,9 @@ class StreamAnswer(Answer):
     def deliver(self, choice: int, delta: Delta) -> None:
         if self._ended:
             return
+        last = self._note(delta)
         generation = self._generation
         usage = self.usage() if generation.stream_options.continuous_usage_stats else None
-        last = delta.finish_reason is not None and self._choice_ended(choice, delta.finish_reason)
         data = generation.format.event(choice, delta, usage, self._extension(last=last))
         if not self._opened[choice]:
             self._opened[choice] = True
@@ -231,13 +216,13 @@ class StreamAnswer(Answer):
         if generation.stream_options.include_usage:
             data += generation.format.usage_event(self.usage(), self._extension(last=True))
         self.write(data + _DONE)
-        self._end(self._outcome, None)
+        self._end()
         self._responder.finish()
 
-    def _end(self, outcome: str, error: HeadwaterError | None) -> None:
+    def _end(self) -> None:
         if self._keepalive is not None:
             self._keepalive.cancel()
-        super()._end(outcome, error)
+        super()._end()
 
     def _answer_failure(self, error: HeadwaterError) -> None:
         reply = reply_for(error)
@@ -276,10 +261,9 @@ class WholeAnswer(Answer):
         generation: Generation,
         responder: Responder,
         around: Surroundings,
-        observer: RequestObserver,
         since: float,
     ) -> None:
-        super().__init__(generation, responder, around, observer, since)
+        super().__init__(generation, responder, around, since)
         self._texts: list[list[str]] = [[] for _ in range(generation.num_choices)]
         self._choices = [Delta("", []) for _ in range(generation.num_choices)]
 
@@ -289,18 +273,17 @@ class WholeAnswer(Answer):
     def deliver(self, choice: int, delta: Delta) -> None:
         if self._ended:
             return
+        last = self._note(delta)
         whole = self._choices[choice]
         self._texts[choice].append(delta.text)
         whole.token_ids += delta.token_ids
         whole.logged += delta.logged
-        if delta.finish_reason is None:
-            return
-        whole.text = "".join(self._texts[choice])
-        whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
-        extension = self._extension(last=True)
-        if self._choice_ended(choice, delta.finish_reason):
-            body = self._generation.format.whole(self._choices, self.usage(), extension)
-            self._end(self._outcome, None)
+        if delta.finish_reason is not None:
+            whole.text = "".join(self._texts[choice])
+            whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
+        if last:
+            body = self._generation.format.whole(self._choices, self.usage(), self._extension(last=True))
+            self._end()
             self._responder.send(200, (JSON,), body)
 
     def _answer_failure(self, error: HeadwaterError) -> None:

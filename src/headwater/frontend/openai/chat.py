@@ -11,7 +11,7 @@ from headwater.frontend.openai.logprobs import LogprobWriter
 from headwater.frontend.openai.messages import num_content_chars, template_messages
 from headwater.frontend.openai.model import ModelLookup, ServedModel
 from headwater.frontend.openai.parse import Plain, Shape, parse_body, short_json
-from headwater.frontend.openai.preparation import Asker, find_model, stream_options
+from headwater.frontend.openai.preparation import Asker, stream_options
 from headwater.frontend.openai.sampling import (
     cache_salt,
     sampling_params,
@@ -37,7 +37,7 @@ def prepare_chat(body: bytes, models: ModelLookup, asker: Asker, *, strict: bool
     """Raises `RequestError` and `Unavailable`. Safe to run in a thread."""
     parsed = parse_body(CHAT, body, strict=strict)
     fields = parsed.fields
-    model = find_model(models, fields.model)
+    model = models.get(fields.model)
     options = stream_options(fields)
     num_top = _num_top_logprobs(fields)
     tools = tool_use(fields, model, structured_spec(fields))
@@ -51,7 +51,6 @@ def prepare_chat(body: bytes, models: ModelLookup, asker: Asker, *, strict: bool
     choices = fields.n or 1
     return Generation(
         request_id=asker.request_id,
-        endpoint="chat",
         model=model,
         prompts=[prompt],
         choices_per_prompt=choices,

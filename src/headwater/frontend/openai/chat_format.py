@@ -105,13 +105,10 @@ class ChatFormat:
             answer.prompt_token_ids = self._options.prompt_token_ids
         return _encode(answer)
 
-    def outcome(self, choice: int, finish_reason: str) -> str:
-        if finish_reason == "stop" and self._tools and self._tools[choice].called:
-            return "tool_calls"
-        return finish_reason
-
     def _finish_reason(self, choice: int, delta: Delta) -> str | None:
-        return self.outcome(choice, delta.finish_reason) if delta.finish_reason is not None else None
+        if delta.finish_reason == "stop" and self._tools and self._tools[choice].called:
+            return "tool_calls"
+        return delta.finish_reason
 
     def _complete(self, entry: ChatChunkChoice, delta: Delta, finish: str | None) -> None:
         """The last event of a step carries what belongs to the step as a whole."""

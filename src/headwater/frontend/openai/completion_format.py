@@ -73,9 +73,6 @@ class CompletionFormat:
         answer.system_fingerprint = self._head.fingerprint
         return _encode(answer)
 
-    def outcome(self, choice: int, finish_reason: str) -> str:
-        return finish_reason
-
     def _whole_choice(self, index: int, delta: Delta) -> CompletionChoice:
         entry = CompletionChoice(
             index=index,

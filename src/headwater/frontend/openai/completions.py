@@ -7,7 +7,7 @@ from headwater.frontend.openai.generation import Generation
 from headwater.frontend.openai.logprobs import LogprobWriter
 from headwater.frontend.openai.model import ModelLookup, ServedModel
 from headwater.frontend.openai.parse import Shape, parse_body
-from headwater.frontend.openai.preparation import Asker, find_model, stream_options
+from headwater.frontend.openai.preparation import Asker, stream_options
 from headwater.frontend.openai.sampling import (
     cache_salt,
     sampling_params,
@@ -29,7 +29,7 @@ _NO_NVEXT = NvExt()
 def prepare_completion(body: bytes, models: ModelLookup, asker: Asker, *, strict: bool) -> Generation:
     """Raises `RequestError` and `Unavailable`. Safe to run in a thread."""
     fields = parse_body(COMPLETION, body, strict=strict).fields
-    model = find_model(models, fields.model)
+    model = models.get(fields.model)
     options = stream_options(fields)
     structured = structured_spec(fields)
     choices = fields.n or 1
@@ -49,7 +49,6 @@ def prepare_completion(body: bytes, models: ModelLookup, asker: Asker, *, strict
     nvext = fields.nvext or _NO_NVEXT
     return Generation(
         request_id=asker.request_id,
-        endpoint="completions",
         model=model,
         prompts=prompts,
         choices_per_prompt=choices,

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 from headwater.frontend.openai.answers import Usage
 from headwater.frontend.openai.model import ServedModel
-from headwater.frontend.openai.observer import Endpoint
 from headwater.frontend.openai.sampling import with_choice_seed
 from headwater.frontend.openai.schema import NvExt, StreamOptions
 from headwater.frontend.postprocess.sequence import Delta, SequenceText, TextOptions
@@ -39,17 +38,12 @@ class Format(Protocol):
         """The body of an answer that is not streamed; one complete delta per choice."""
         ...
 
-    def outcome(self, choice: int, finish_reason: str) -> str:
-        """The finish reason that the client is told."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One request, ready to be sent."""
 
     request_id: str
-    endpoint: Endpoint
     model: ServedModel
     prompts: list[Prompt]
     choices_per_prompt: int

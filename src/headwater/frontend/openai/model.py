@@ -32,8 +32,8 @@ _CONTEXT_TOKENS = 6
 class ModelLookup(Protocol):
     """The models that can be asked for now."""
 
-    def get(self, name: str) -> "ServedModel | None":
-        """By any of its served names."""
+    def get(self, name: str) -> "ServedModel":
+        """By any of its served names. Raises `ModelNotFound`, or `NoWorkers` for what cannot be served now."""
         ...
 
     def all(self) -> "Sequence[ServedModel]": ...

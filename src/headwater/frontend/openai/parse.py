@@ -185,6 +185,8 @@ def _explain(message: str, plain: Plain) -> InvalidRequest:
     """msgspec's complaint in the words of JSON, with the value that was given."""
     at = _AT.search(message)
     path = at["path"] if at else ""
+    if path.endswith("[...]"):
+        return _explain_member(path.removesuffix("[...]"), message)
     missing = _MISSING.search(message)
     if missing:
         name = f"{path}.{missing['name']}" if path else missing["name"]
@@ -192,10 +194,20 @@ def _explain(message: str, plain: Plain) -> InvalidRequest:
     expected = _EXPECTED.search(message)
     if expected is None:
         return InvalidRequest(f"{path or 'the body'}: {message.split(' - at ')[0]}", param=path or None)
-    kinds = [_WORDS.get(kind, kind) for kind in expected["what"].split(" | ")]
-    what = " or ".join(kinds) + expected["bound"].replace(".0", "")
     given = short_json(_look_up(plain, path))
-    return InvalidRequest(f"{path or 'the body'} is {given}, expected {what}", param=path or None)
+    return InvalidRequest(f"{path or 'the body'} is {given}, expected {_in_words(expected)}", param=path or None)
+
+
+def _explain_member(path: str, message: str) -> InvalidRequest:
+    """msgspec does not say which member of an object with free names it means."""
+    expected = _EXPECTED.search(message)
+    what = _in_words(expected) if expected is not None else "another value"
+    return InvalidRequest(f"a member of {path} is wrong, expected {what}", param=path)
+
+
+def _in_words(expected: re.Match[str]) -> str:
+    kinds = [_WORDS.get(kind, kind) for kind in expected["what"].split(" | ")]
+    return " or ".join(kinds) + expected["bound"].replace(".0", "")
 
 
 def _look_up(plain: Any, path: str) -> Any:

@@ -3,25 +3,10 @@
 from dataclasses import dataclass
 
 from headwater.clock import Clock
-from headwater.errors import InvalidRequest, ModelNotFound, NoWorkers
+from headwater.errors import InvalidRequest
 from headwater.frontend.openai.chat_format import Head
-from headwater.frontend.openai.model import ModelLookup, ServedModel
-from headwater.frontend.openai.parse import short_json
+from headwater.frontend.openai.model import ServedModel
 from headwater.frontend.openai.schema import GenerationFields, StreamOptions
-
-_LISTED_MODELS = 8
-
-
-def find_model(models: ModelLookup, name: str) -> ServedModel:
-    """Raises `ModelNotFound`, or `NoWorkers` while nothing is served yet."""
-    model = models.get(name)
-    if model is not None:
-        return model
-    offered = [served for model in models.all() for served in model.card.served_names]
-    if not offered:
-        raise NoWorkers("no model is ready yet", retry_after_s=2.0)
-    listed = ", ".join(offered[:_LISTED_MODELS]) + (", ..." if len(offered) > _LISTED_MODELS else "")
-    raise ModelNotFound(f"model {short_json(name)} does not exist here; there is {listed}", param="model")
 
 
 def stream_options(fields: GenerationFields) -> StreamOptions:

@@ -15,6 +15,7 @@ from headwater.protocol.request import SamplingParams, StructuredKind, Structure
 
 _SEED_MASK = 2**63 - 1
 _MAX_SPEC_CHARS = 262_144
+_MAX_BIAS = 100
 _FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -199,6 +200,11 @@ def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
         if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) < vocab_size):
             raise InvalidRequest(
                 f"logit_bias has the key {short_json(name)}, expected a token id from 0 to {vocab_size - 1:,}",
+                param="logit_bias",
+            )
+        if not -_MAX_BIAS <= value <= _MAX_BIAS:
+            raise InvalidRequest(
+                f"logit_bias has {value:g} for token {name}, expected a number from -{_MAX_BIAS} to {_MAX_BIAS}",
                 param="logit_bias",
             )
         by_id[int(name)] = value

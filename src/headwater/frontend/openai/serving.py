@@ -14,7 +14,7 @@ import msgspec
 
 from headwater.clock import Clock
 from headwater.config.schema import FrontendConfig
-from headwater.errors import HeadwaterError, ModelNotFound, Overloaded
+from headwater.errors import HeadwaterError, Overloaded
 from headwater.frontend.dispatch import Dispatcher
 from headwater.frontend.http.base import Handler, Headers, HttpRequest, Responder
 from headwater.frontend.http.replies import JSON, reply_for
@@ -24,9 +24,8 @@ from headwater.frontend.openai.chat import prepare_chat
 from headwater.frontend.openai.completions import prepare_completion
 from headwater.frontend.openai.generation import Generation
 from headwater.frontend.openai.model import ModelLookup, ServedModel, build_model
-from headwater.frontend.openai.observer import Endpoint, NullObserver, ServingObserver
 from headwater.frontend.openai.openapi import docs_page, openapi_document
-from headwater.frontend.openai.preparation import Asker, find_model
+from headwater.frontend.openai.preparation import Asker
 from headwater.frontend.openai.tokens import detokenize, tokenize
 
 __all__ = ["ModelLookup", "Route", "ServedModel", "build_model", "openai_routes"]
@@ -51,19 +50,13 @@ class Route:
     handler: Handler
 
 
-def openai_routes(
-    models: ModelLookup,
-    dispatcher: Dispatcher,
-    config: FrontendConfig,
-    clock: Clock,
-    observer: ServingObserver | None = None,
-) -> list[Route]:
+def openai_routes(models: ModelLookup, dispatcher: Dispatcher, config: FrontendConfig, clock: Clock) -> list[Route]:
     """All routes of this layer. They keep no state beyond their requests."""
-    api = _Api(models, dispatcher, config, clock, observer or NullObserver())
+    api = _Api(models, dispatcher, config, clock)
     document = openapi_document()
     return [
-        Route("POST", "/v1/chat/completions", api.generation("chat", _prepare_chat)),
-        Route("POST", "/v1/completions", api.generation("completions", _prepare_completion)),
+        Route("POST", "/v1/chat/completions", api.generation(_prepare_chat)),
+        Route("POST", "/v1/completions", api.generation(_prepare_completion)),
         Route("POST", "/tokenize", api.document(tokenize)),
         Route("POST", "/detokenize", api.document(detokenize)),
         Route("GET", "/v1/models", api.list_models),
@@ -107,22 +100,14 @@ class Threads:
 
 
 class _Api:
-    def __init__(
-        self,
-        models: ModelLookup,
-        dispatcher: Dispatcher,
-        config: FrontendConfig,
-        clock: Clock,
-        observer: ServingObserver,
-    ) -> None:
+    def __init__(self, models: ModelLookup, dispatcher: Dispatcher, config: FrontendConfig, clock: Clock) -> None:
         self._models = models
         self._around = Surroundings(dispatcher, clock, config.request_timeout)
         self._strict = config.strict
         self._clock = clock
-        self._observer = observer
         self._threads = Threads()
 
-    def generation(self, endpoint: Endpoint, prepare: Prepare) -> Handler:
+    def generation(self, prepare: Prepare) -> Handler:
         """Handler of an endpoint that generates."""
 
         def handle(request: HttpRequest, responder: Responder) -> Awaitable[None] | None:
@@ -133,7 +118,7 @@ class _Api:
             try:
                 generation = prepare(request.body, self._models, asker, self._strict)
             except HeadwaterError as error:
-                self._refuse(endpoint, error, responder)
+                _send_error(responder, error)
                 return None
             self._begin(generation, responder, since)
             return None
@@ -142,7 +127,7 @@ class _Api:
             try:
                 generation = await self._threads.run(lambda: prepare(request.body, self._models, asker, self._strict))
             except HeadwaterError as error:
-                self._refuse(endpoint, error, responder)
+                _send_error(responder, error)
                 return
             if not responder.disconnected:
                 self._begin(generation, responder, since)
@@ -174,25 +159,11 @@ class _Api:
 
     def show_model(self, request: HttpRequest, responder: Responder) -> None:
         name = request.path_params.get("model", "")
-        _answer(responder, lambda: _describe(_existing(self._models, name), name))
+        _answer(responder, lambda: _describe(self._models.get(name), name))
 
     def _begin(self, generation: Generation, responder: Responder, since: float) -> None:
-        observer = self._observer.accepted(
-            generation.endpoint, generation.model.card.name, generation.num_prompt_tokens, generation.num_choices
-        )
         kind = StreamAnswer if generation.stream else WholeAnswer
-        kind(generation, responder, self._around, observer, since).begin()
-
-    def _refuse(self, endpoint: Endpoint, error: HeadwaterError, responder: Responder) -> None:
-        self._observer.refused(endpoint, "", error)
-        _send_error(responder, error)
-
-
-def _existing(models: ModelLookup, name: str) -> ServedModel:
-    """A model that is not there is not found, even while nothing is served."""
-    if not models.all():
-        raise ModelNotFound(f"model {name} does not exist here", param="model")
-    return find_model(models, name)
+        kind(generation, responder, self._around, since).begin()
 
 
 def _describe(model: ServedModel, name: str) -> ModelAnswer:

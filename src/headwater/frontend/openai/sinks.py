@@ -6,23 +6,18 @@ The hot path of the frontend. A plain streamed token costs a table look-up and o
 
 from typing import Protocol
 
-from headwater.clock import Clock
-from headwater.errors import HeadwaterError
-from headwater.frontend.openai.failures import failure_of
-from headwater.frontend.openai.observer import RequestObserver
+from headwater.errors import HeadwaterError, ProtocolError, WorkerError
 from headwater.frontend.postprocess.detokenize import ByteDetokenizer
 from headwater.frontend.postprocess.sequence import Delta, SequenceText
+from headwater.frontend.remote_errors import error_from
 from headwater.protocol.request import SequenceOutput
+
+_FAILED = ("abort", "error")
+_INCOMPLETE = "the worker ended the sequence before it was complete"
 
 
 class Answering(Protocol):
     """What a sink needs of its answer."""
-
-    clock: Clock
-    observer: RequestObserver
-
-    @property
-    def started_at(self) -> float: ...
 
     def deliver(self, choice: int, delta: Delta) -> None:
         """A choice grew or ended."""
@@ -47,37 +42,27 @@ class ChoiceSink:
         self.cached_tokens = 0
         self._answer = answer
         self._choice = choice
-        self.first_output_at: float | None = None
-        self._last_output_at = 0.0
 
     def on_output(self, output: SequenceOutput) -> None:
-        failure = failure_of(output)
-        if failure is not None:
-            self._answer.fail(failure)
+        if output.finish_reason in _FAILED:
+            error = error_from(output.error) if output.error is not None else WorkerError(_INCOMPLETE)
+            self._answer.fail(error)
             return
         if output.num_cached_tokens is not None:
             self.cached_tokens = output.num_cached_tokens
-        if output.token_ids:
-            self._observe(len(output.token_ids))
-        delta = self.text.push(output)
+        try:
+            delta = self.text.push(output)
+        except LookupError:
+            self._answer.fail(
+                ProtocolError(f"the worker sent a token that the model does not have: {output.token_ids}")
+            )
+            return
         if self.text.stopped and output.finish_reason is None:
             self._answer.stop(self._choice)
         self._answer.deliver(self._choice, delta)
 
     def on_error(self, error: HeadwaterError) -> None:
         self._answer.fail(error)
-
-    def _observe(self, count: int) -> None:
-        answer = self._answer
-        now = answer.clock.now()
-        if self.first_output_at is None:
-            self.first_output_at = now
-            answer.observer.first_token(now - answer.started_at)
-            if count > 1:
-                answer.observer.tokens(count - 1, 0.0)
-        else:
-            answer.observer.tokens(count, now - self._last_output_at)
-        self._last_output_at = now
 
 
 class DirectSink(ChoiceSink):
@@ -105,15 +90,12 @@ class DirectSink(ChoiceSink):
             return
         ids = output.token_ids
         escaped = self._escaped
-        pieces = [escaped[token_id] for token_id in ids]
         try:
-            text = b"".join(pieces)  # type: ignore[arg-type]  # None means: not whole characters
-        except TypeError:
+            text = b"".join([escaped[token_id] for token_id in ids])  # type: ignore[misc]  # None is a TypeError
+        except (TypeError, LookupError):
             self._general(output)
             return
-        if ids:
-            self._observe(len(ids))
-            self.text.num_tokens += len(ids)
+        self.text.num_tokens += len(ids)
         if text:
             self._answer.write(self._prefix + text + self._suffix)
 

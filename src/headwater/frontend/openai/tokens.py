@@ -5,7 +5,6 @@ from headwater.frontend.openai.answers import DetokenizeAnswer, TokenizeAnswer
 from headwater.frontend.openai.chat import prompt_text
 from headwater.frontend.openai.model import ModelLookup, ServedModel
 from headwater.frontend.openai.parse import Plain, Shape, parse_body
-from headwater.frontend.openai.preparation import find_model
 from headwater.frontend.openai.schema import DetokenizeRequest, TokenizeRequest
 from headwater.frontend.preprocess.tokenizer import unpack_ids
 
@@ -17,7 +16,7 @@ def tokenize(body: bytes, models: ModelLookup, *, strict: bool) -> TokenizeAnswe
     """Ids exactly as a completion with the same prompt or messages would send them. Raises `RequestError`."""
     parsed = parse_body(TOKENIZE, body, strict=strict)
     fields = parsed.fields
-    model = find_model(models, fields.model)
+    model = models.get(fields.model)
     text, special = _text(fields, parsed.plain, model)
     param = "prompt" if fields.prompt is not None else "messages"
     ids = unpack_ids(model.limits.encode(model.tokenizer, text, param, add_special_tokens=special))
@@ -40,7 +39,7 @@ def _text(fields: TokenizeRequest, plain: Plain, model: ServedModel) -> tuple[st
 def detokenize(body: bytes, models: ModelLookup, *, strict: bool) -> DetokenizeAnswer:
     """The text of ids, special tokens written out. Raises `RequestError`."""
     fields = parse_body(DETOKENIZE, body, strict=strict).fields
-    model = find_model(models, fields.model)
+    model = models.get(fields.model)
     for number, token_id in enumerate(fields.tokens):
         if token_id >= model.vocab_size:
             raise InvalidRequest(
