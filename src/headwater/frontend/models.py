@@ -49,8 +49,15 @@ class _Entry(Generic[ModelT]):
 class ModelSet(Generic[ModelT]):
     """Knows the served names. Fed by the cluster, asked by the API layer."""
 
-    def __init__(self, view: ClusterView, build: Build[ModelT], cache: ArtifactCache) -> None:
+    def __init__(
+        self,
+        view: ClusterView,
+        build: Build[ModelT],
+        cache: ArtifactCache,
+        on_built: Callable[[], None] = lambda: None,
+    ) -> None:
         self._view = view
+        self._on_built = on_built
         self._build = build
         self._cache = cache
         self._catalogue: dict[str, ModelCard] = {}
@@ -204,6 +211,7 @@ class ModelSet(Generic[ModelT]):
                 entry.problem = ""
                 entry.task = None
                 self.refresh()
+                self._on_built()
                 return
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _LONGEST_DELAY_S)

@@ -6,6 +6,7 @@ planes and registry: that is how tests and the in-process cluster run it.
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import gc
 import logging
@@ -58,7 +59,13 @@ class Frontend:
     """One frontend: everything between the HTTP port and the workers."""
 
     def __init__(
-        self, config: ServeConfig, planes: Planes, registry: Registry, *, cache_folder: Path | None = None
+        self,
+        config: ServeConfig,
+        planes: Planes,
+        registry: Registry,
+        *,
+        cache_folder: Path | None = None,
+        on_built: Callable[[], None] = lambda: None,
     ) -> None:
         limit = config.frontend.max_concurrent_requests
         frontend_id = f"fe-{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
@@ -73,7 +80,7 @@ class Frontend:
         max_streams = limit * _SEQUENCES_PER_REQUEST
         self.dispatcher = ClusterDispatcher(router, records, metrics, self._clock, max_streams=max_streams)
         build = partial(build_model, tokenizer_backend=config.frontend.tokenizer_backend)
-        self.models: ModelSet[ServedModel] = ModelSet(self.view, build, ArtifactCache(cache_folder))
+        self.models: ModelSet[ServedModel] = ModelSet(self.view, build, ArtifactCache(cache_folder), on_built)
         self.cluster = Cluster(
             registry,
             lambda address: planes.link(address, frontend_id),
@@ -150,14 +157,14 @@ async def run_frontend(
     _allow_connections(config.frontend.max_connections)
     planes = ZmqPlanes(parse_bind(config.runtime.bind))
     registry = open_registry(config.runtime.registry)
-    frontend = Frontend(config, planes, registry, cache_folder=default_cache_folder())
+    frontend = Frontend(config, planes, registry, cache_folder=default_cache_folder(), on_built=settle_memory)
     stop = _stop_signals()
     try:
         port = await frontend.start(share_port=share_port)
         logger.info("listening on %s:%d", config.frontend.host, port)
         if on_listening is not None:
             on_listening(port)
-        _calm_garbage_collector()
+        settle_memory()
         await stop.get()
         logger.info("draining: %d requests in progress", frontend.application.num_generating)
         await _drain(frontend, stop, config.runtime.drain_timeout)
@@ -206,11 +213,16 @@ def _allow_connections(max_connections: int) -> None:
             logger.warning("only %d descriptors are allowed, %d connections may not fit", granted, max_connections)
 
 
-def _calm_garbage_collector() -> None:
-    """What exists now stays; requests leave few cycles behind."""
+def settle_memory() -> None:
+    """What exists now stays: never look through it again for garbage, and give back what loading left free.
+
+    Requests leave few cycles behind, so the collector may come seldom.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD, 20, 50)
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc only
 
 
 def _cannot_listen(config: FrontendConfig, error: OSError) -> ConfigError:

@@ -44,6 +44,7 @@ def _lowest(policy: str, request: RouteRequest, workers: Sequence[WorkerView], t
 
 class Random:
     name: ClassVar[str] = "random"
+    uses_residency: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._counter = 0
@@ -56,6 +57,7 @@ class Random:
 
 class PowerOfTwo:
     name: ClassVar[str] = "power_of_two"
+    uses_residency: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._counter = 0
@@ -70,6 +72,7 @@ class PowerOfTwo:
 
 class Dynamo:
     name: ClassVar[str] = "dynamo"
+    uses_residency: ClassVar[bool] = True
 
     def choose(self, request: RouteRequest, workers: Sequence[WorkerView]) -> Decision:
         size = request.block_size
@@ -84,6 +87,7 @@ class Dynamo:
 
 class SglangCacheAware:
     name: ClassVar[str] = "sglang_cache_aware"
+    uses_residency: ClassVar[bool] = True
 
     def choose(self, request: RouteRequest, workers: Sequence[WorkerView]) -> Decision:
         loads = [float(worker.booked_sequences) for worker in workers]
@@ -98,6 +102,7 @@ class SglangCacheAware:
 
 class LlmD:
     name: ClassVar[str] = "llmd"
+    uses_residency: ClassVar[bool] = True
 
     def choose(self, request: RouteRequest, workers: Sequence[WorkerView]) -> Decision:
         queues = [worker.num_prefilling for worker in workers]
@@ -114,6 +119,7 @@ class LlmD:
 
 class Preble:
     name: ClassVar[str] = "preble"
+    uses_residency: ClassVar[bool] = True
     window_s: ClassVar[float] = 180.0
 
     def __init__(self) -> None:

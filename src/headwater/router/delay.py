@@ -34,6 +34,7 @@ class Delay:
 
     name: ClassVar[str] = "delay"
 
+    uses_residency: ClassVar[bool] = True
     def __init__(self, decode_share: float = 1.0) -> None:
         self._weights: Profile = profile(decode_share)
         self._ring = HomeRing()

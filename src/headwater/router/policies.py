@@ -17,6 +17,7 @@ class RoundRobin:
     """Each worker in turn, whatever it has to do."""
 
     name: ClassVar[str] = "round_robin"
+    uses_residency: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._turn = 0
@@ -36,6 +37,7 @@ class LeastLoaded:
     """
 
     name: ClassVar[str] = "least_loaded"
+    uses_residency: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._turn = 0

@@ -50,6 +50,8 @@ def decide(
 
 class Policy(Protocol):
     name: ClassVar[str]
+    uses_residency: ClassVar[bool]
+    """Whether it wants to know which worker holds which blocks, which costs memory and time to keep."""
 
     def choose(self, request: RouteRequest, workers: Sequence[WorkerView]) -> Decision:
         """`workers` is not empty, ordered by worker id, and must not be changed."""

@@ -14,6 +14,7 @@ class Router:
 
     def __init__(self, view: ClusterView, policy: Policy) -> None:
         self.view = view
+        self.view.tracks_residency = policy.uses_residency
         self.policy = policy
 
     def route(self, request: RouteRequest, model: str, avoid: Collection[str] = ()) -> tuple[WorkerView, Decision]:

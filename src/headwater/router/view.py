@@ -106,6 +106,8 @@ class ClusterView:
 
     def __init__(self, *, max_index_blocks: int = 8_000_000) -> None:
         self.residency = Residency(max_index_blocks)
+        self.tracks_residency = True
+        """Whether block events are followed and requests looked up."""
         self.perf = PerfModel()
         self._costs: dict[str, StepCosts] = {}
         self._observations = 0
@@ -163,13 +165,14 @@ class ClusterView:
         for event in events:
             if isinstance(event, LoadReport):
                 self.report(worker_id, event)
-            else:
+            elif self.tracks_residency:
                 self.residency.apply(worker_id, event)
 
     def rebuild(self, snapshot: EventSnapshot) -> None:
         """A worker's whole state, in place of all that was known of it."""
         if snapshot.worker_id in self._workers:
-            self.residency.rebuild(snapshot.worker_id, snapshot.stored)
+            if self.tracks_residency:
+                self.residency.rebuild(snapshot.worker_id, snapshot.stored)
             if snapshot.load is not None:
                 self.report(snapshot.worker_id, snapshot.load)
 
@@ -177,7 +180,7 @@ class ClusterView:
         """Fill in which workers hold the request's prefix, and how long its answer may be."""
         if not request.expected_output_tokens:
             request.expected_output_tokens = self.typical_output(request.fingerprint)
-        if not request.block_ids:
+        if not request.block_ids or not self.tracks_residency:
             return
         request.keys = block_keys(request.block_ids)
         request.cached_tokens = self.residency.cached_tokens(
