@@ -169,16 +169,18 @@ class Api:
     def all(self) -> list[ServedModel]:
         return list(dict.fromkeys(self.models.values()))
 
-    async def post(self, path: str, body: bytes | dict[str, Any]) -> FakeResponder:
+    async def post(
+        self, path: str, body: bytes | dict[str, Any], responder: FakeResponder | None = None
+    ) -> FakeResponder:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await self._call("POST", path, HttpRequest("POST", path, "", {}, data, "test", request_id="req1"))
+        request = HttpRequest("POST", path, "", {}, data, "test", request_id="req1")
+        return await self._call("POST", path, request, responder or FakeResponder())
 
     async def get_path(self, path: str, template: str | None = None, **params: str) -> FakeResponder:
         request = HttpRequest("GET", path, "", {}, b"", "test", params, request_id="req1")
-        return await self._call("GET", template or path, request)
+        return await self._call("GET", template or path, request, FakeResponder())
 
-    async def _call(self, method: str, path: str, request: HttpRequest) -> FakeResponder:
-        responder = FakeResponder()
+    async def _call(self, method: str, path: str, request: HttpRequest, responder: FakeResponder) -> FakeResponder:
         pending = self.handlers[method, path](request, responder)
         if pending is not None:
             await pending
