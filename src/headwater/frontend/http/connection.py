@@ -92,6 +92,7 @@ class Connection(asyncio.Protocol):
         self._hold(0)
         self._server.forget(self)
         self._lose_exchanges()
+        self._reader.close()
 
     def eof_received(self) -> bool:
         """The client closed its side: for us it has gone, whatever it was waiting for."""

@@ -27,6 +27,10 @@ OnRequest = Callable[[HttpRequest, bool, bool], None]
 """(request, keep alive, spoken in HTTP/1.0). May raise `BadHead`."""
 
 
+def _ignore(_request: HttpRequest, _keep_alive: bool, _http10: bool) -> None:
+    """After `close`."""
+
+
 class RequestReader:
     __slots__ = (
         "_body",
@@ -75,6 +79,11 @@ class RequestReader:
                 raise BadHead(431, f"the head is longer than {self._limits.max_head_bytes} bytes")
         elif self._raw_bytes - self.body_bytes > _FREE_OVERHEAD_BYTES + min(8 * self.body_bytes, _MAX_OVERHEAD_BYTES):
             raise BadHead(400, "the body is sent with too much chunk framing or too many trailers")
+
+    def close(self) -> None:
+        """Let go of the connection and the parser, which hold this reader."""
+        self._on_request = _ignore
+        del self._parser
 
     def unfinished(self) -> HttpRequest:
         """What is known of the message that is being read: for logs and refusals."""

@@ -122,6 +122,8 @@ class Answer(ABC):
             self._timeout.cancel()
         if self._open:
             self._dispatcher.abort(self._streams)
+        # Answer and sinks hold each other; left so, they and the prompt would stay until the garbage collector comes.
+        self._sinks.clear()
 
     def _note(self, delta: Delta) -> bool:
         """Keep account of a delta; whether it is the last one of the request."""
