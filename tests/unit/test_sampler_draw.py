@@ -66,7 +66,7 @@ cut_strategy = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     size=st.integers(2, 700),
@@ -76,14 +76,14 @@ cut_strategy = st.builds(
 )
 def test_every_cut_matches_the_reference(seed: int, size: int, spread: float, temperature: float, cuts: Cuts) -> None:
     logits = spaced_logits(seed, size, spread)
-    counts = drawn(logits, temperature, cuts, 200)
+    counts = drawn(logits, temperature, cuts, 120)
     # A token whose mass ends at the cut within float32 rounding may fall on either side of it.
     rounded = [
         Cuts(cuts.top_k, min(cuts.top_p * top_p, 1.0), cuts.min_p * min_p)
         for top_p in (1 - 1e-5, 1.0, 1 + 1e-5)
         for min_p in (1 - 1e-5, 1.0, 1 + 1e-5)
     ]
-    assert any(matches(counts, reference(logits, temperature, each), 200) for each in rounded)
+    assert any(matches(counts, reference(logits, temperature, each), 120) for each in rounded)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
-"""One token from one row of logits: exact truncation and inverse CDF, without ever sorting the vocabulary.
+"""One token from one row of logits: exact truncation and inverse CDF, without ordering the whole vocabulary.
 
-A row is laid out as a grid of 64 rows and as many columns as needed (padded with -inf): sums and maxima over columns
-are long vector operations in a fixed order. The largest tokens are found among the columns with the largest maxima;
-only rows whose 64 best tokens do not settle the cut are looked at whole, and then only the tokens that share a narrow
-band of logits with the cut are sorted.
+The 64 largest tokens nearly always hold all that the cuts let through; rows where they do not are widened step by
+step. Sums run over blocks of 256 values in a fixed order.
 
 Rows are handled one at a time with operations whose order depends on the vocabulary size alone, so a row gives the
 same bits alone and in any batch. Ties are broken by the lower token id.
@@ -11,16 +9,21 @@ same bits alone and in any batch. Ties are broken by the lower token id.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 MAX_TOP = 64
-"""Most tokens `RowSampler.largest` can report, and the size of the first cut."""
+"""Most tokens `RowSampler.largest` can report."""
 
-_GRID_ROWS = 64
-_BANDS_PER_NAT = 64
-_NUM_BANDS = 64 * _BANDS_PER_NAT
+_WIDENING = (MAX_TOP, 2048, 16384)
+"""How many of the largest tokens are ordered, until they hold all that the cuts let through."""
+_BLOCK = 256
+_LEAST = np.finfo(np.float32).min
+"""Below every value but -inf, which marks masked tokens."""
+
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +41,14 @@ class Cuts:
     @property
     def floor(self) -> np.float32:
         """Least scaled logit that min_p lets through; masked tokens are always below."""
-        return np.float32(math.log(self.min_p)) if self.min_p > 0 else np.finfo(np.float32).min
+        return np.float32(math.log(self.min_p)) if self.min_p > 0 else _LEAST
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
     """The largest scaled logits, in falling order."""
 
-    values: NDArray[np.float32]
+    values: Floats
     token_ids: NDArray[np.intp]
 
 
@@ -53,41 +56,25 @@ class RowSampler:
     """Working memory for one vocabulary size. `load` a row, then ask. Not for use from two threads."""
 
     def __init__(self, vocab_size: int) -> None:
-        columns = -(-vocab_size // _GRID_ROWS)
         self._vocab_size = vocab_size
-        self._padded = np.full(_GRID_ROWS * columns, -np.inf, dtype=np.float32)
+        self._padded = np.full(-(-vocab_size // _BLOCK) * _BLOCK, -np.inf, dtype=np.float32)
         self._weights = np.empty_like(self._padded)
-        self._bands = np.empty(vocab_size, dtype=np.intp)
-        self._grid = self._padded.reshape(_GRID_ROWS, columns)
-        self._weight_grid = self._weights.reshape(_GRID_ROWS, columns)
         self.scaled = self._padded[:vocab_size]
         """(logits - largest logit) / temperature of the loaded row."""
 
-    def load(self, logits: NDArray[np.float32], peak: np.float32, temperature: float = 1.0) -> None:
+    def load(self, logits: Floats, peak: np.float32, temperature: float = 1.0) -> None:
         """Take in a row. `peak` is its largest value and must be finite."""
         np.subtract(logits, peak, out=self.scaled)
         if temperature != 1.0:
             np.multiply(self.scaled, np.float32(1.0 / temperature), out=self.scaled)
 
-    def column_mass(self) -> NDArray[np.float32]:
-        """Sum of exp(scaled) over each column of the grid."""
-        np.exp(self._padded, out=self._weights)
-        mass: NDArray[np.float32] = self._weight_grid.sum(axis=0)
-        return mass
-
-    def log_total(self) -> float:
-        """Natural logarithm of the sum of exp(scaled)."""
-        return math.log(float(self.column_mass().sum(dtype=np.float64)))
+    def mass(self) -> float:
+        """Sum of exp(scaled)."""
+        return self._accumulate(self._padded).total
 
     def largest(self, count: int = MAX_TOP) -> Largest:
         """The `count` largest tokens that are not masked (fewer if there are fewer)."""
-        maxima = self._grid.max(axis=0)
-        if len(maxima) > MAX_TOP:
-            least = np.partition(maxima, len(maxima) - MAX_TOP)[len(maxima) - MAX_TOP]
-        else:
-            least = np.float32(-np.inf)
-        candidates = self.scaled >= least if least > -np.inf else self.scaled > -np.inf
-        token_ids = np.flatnonzero(candidates)
+        token_ids = np.flatnonzero(self.scaled >= self._bound_by_rank(count))
         values = self.scaled[token_ids]
         order = np.argsort(-values, kind="stable")[:count]
         return Largest(values[order], token_ids[order])
@@ -95,92 +82,95 @@ class RowSampler:
     def draw(self, cuts: Cuts, uniform: float) -> int:
         """The token at quantile `uniform` of the truncated distribution."""
         if cuts.keep_all:
-            return self._draw_from_all(uniform)
-        token_id = self._draw_from_largest(cuts, uniform)
-        return self._draw_wide(cuts, uniform) if token_id is None else token_id
+            weights = self._accumulate(self._padded)
+            return weights.find(uniform * weights.total, "right")
+        for count in (*_WIDENING, self._vocab_size):
+            if count >= min(cuts.top_k, self._vocab_size):
+                token_id = self._draw_among(count, cuts, uniform)
+                if token_id is not None:
+                    return token_id
+        raise AssertionError("the whole vocabulary holds all that the cuts let through")
 
-    def _draw_from_all(self, uniform: float) -> int:
-        cumulative = np.cumsum(self.column_mass(), dtype=np.float64)
-        column = _quantile(cumulative, uniform * cumulative[-1])
-        before = cumulative[column - 1] if column else 0.0
-        within = np.cumsum(self._weight_grid[:, column], dtype=np.float64)
-        row = _quantile(within, uniform * cumulative[-1] - before)
-        return row * len(cumulative) + column
-
-    def _draw_from_largest(self, cuts: Cuts, uniform: float) -> int | None:
-        """Draw if the largest tokens hold every token the cuts let through; None if they do not."""
-        largest = self.largest()
-        keep = len(largest.values)
-        settled = keep < MAX_TOP
-        if 0 < cuts.top_k <= keep:
-            keep, settled = cuts.top_k, True
+    def _draw_among(self, count: int, cuts: Cuts, uniform: float) -> int | None:
+        """Draw if the `count` largest tokens hold all that the cuts let through; None if they do not."""
+        values = self._top_values(count)
+        complete = len(values) < count or count == self._vocab_size
         if cuts.min_p > 0:
-            above = int(np.searchsorted(-largest.values[:keep], -cuts.floor, side="right"))
-            keep, settled = above, settled or above < keep
-        cumulative = np.cumsum(np.exp(largest.values[:keep].astype(np.float64)))
-        if cuts.top_p < 1:
-            if settled:
-                total = cumulative[-1]
-            elif cuts.top_k or cuts.min_p > 0:
-                return None
-            else:
-                total = self.column_mass().sum(dtype=np.float64)
-            reached = int(np.searchsorted(cumulative, cuts.top_p * total, side="left"))
-            if reached < keep:
-                keep, settled = reached + 1, True
-        if not settled:
-            return None
-        return int(largest.token_ids[_quantile(cumulative[:keep], uniform * cumulative[keep - 1])])
-
-    def _draw_wide(self, cuts: Cuts, uniform: float) -> int:
-        """Cut and draw by bands of nearly equal logits; only tokens of the cut's and of the drawn band are ordered."""
-        bands = self._assign_bands()
-        weights = self._weights[: self._vocab_size]
-        if cuts.min_p > 0:
-            np.multiply(weights, self.scaled >= cuts.floor, out=weights)
-        mass: NDArray[np.float64] = np.bincount(bands, weights=weights, minlength=_NUM_BANDS).astype(
-            np.float64, copy=False
-        )
-        limit = None
+            kept = values[: int(np.searchsorted(-values, -cuts.floor, side="right"))]
+            complete |= len(kept) < len(values)
+            values = kept
         if cuts.top_k:
-            counts = np.cumsum(np.bincount(bands, minlength=_NUM_BANDS))
-            top_k = min(cuts.top_k, self._vocab_size)
-            band = int(np.searchsorted(counts, top_k, side="left"))
-            limit = top_k - int(counts[band] - np.count_nonzero(bands == band))
-            mass = mass[: band + 1]
-            mass[band] = self._members(band, limit)[1][-1]
+            values, complete = values[: cuts.top_k], True
+        if not complete and (cuts.min_p > 0 or cuts.top_p >= 1):
+            return None
+        total = None if complete else self.mass()
+        weights = self._accumulate(values)
+        last, kept_mass = len(values) - 1, weights.total
         if cuts.top_p < 1:
-            cumulative = np.cumsum(mass)
-            goal = cuts.top_p * cumulative[-1]
-            band = int(np.searchsorted(cumulative, goal, side="left"))
-            within = self._members(band, limit if band == len(mass) - 1 else None)[1]
-            limit = int(np.searchsorted(within, goal - cumulative[band] + mass[band], side="left")) + 1
-            mass = mass[: band + 1]
-            mass[band] = within[min(limit, len(within)) - 1]
-        cumulative = np.cumsum(mass)
-        target = uniform * cumulative[-1]
-        band = _quantile(cumulative, target)
-        token_ids, within = self._members(band, limit if band == len(mass) - 1 else None)
-        return int(token_ids[_quantile(within, target - cumulative[band] + mass[band])])
+            goal = cuts.top_p * (kept_mass if total is None else total)
+            if goal > kept_mass and not complete:
+                return None
+            last = weights.find(goal, "left")
+            kept_mass = weights.up_to(last)
+        place = min(weights.find(uniform * kept_mass, "right"), last)
+        equal = int(np.searchsorted(-values, -values[place], side="left"))
+        return int(np.flatnonzero(self.scaled == values[place])[place - equal])
 
-    def _assign_bands(self) -> NDArray[np.intp]:
-        """The band of each token. Leaves exp(scaled) in the weights."""
-        np.multiply(self._padded, np.float32(-_BANDS_PER_NAT), out=self._weights)
-        np.minimum(self._weights, np.float32(_NUM_BANDS - 1), out=self._weights)
-        self._bands[:] = self._weights[: self._vocab_size]
-        np.exp(self._padded, out=self._weights)
-        return self._bands
+    def _top_values(self, count: int) -> Floats:
+        """The `count` largest values that are not masked, falling; fewer if there are fewer."""
+        if count <= MAX_TOP:
+            values = self.scaled[self.scaled >= self._bound_by_rank(count)]
+        elif count < self._vocab_size:
+            values = np.partition(self.scaled, self._vocab_size - count)[-count:]
+        else:
+            values = self.scaled
+        values = -np.sort(-values)[:count]
+        return values[: int(np.searchsorted(-values, -_LEAST, side="right"))]
 
-    def _members(self, band: int, limit: int | None) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-        """The tokens of a band in falling order, and their cumulative weight."""
-        token_ids = np.flatnonzero(self._bands == band)
-        token_ids = token_ids[np.argsort(-self.scaled[token_ids], kind="stable")][:limit]
-        return token_ids, np.cumsum(self._weights[token_ids], dtype=np.float64)
+    def _bound_by_rank(self, rank: int) -> np.float32:
+        """At least `rank` values are no less than this: each of `rank` columns has one."""
+        maxima = self._padded.reshape(_BLOCK, -1).max(axis=0)
+        if rank >= len(maxima):
+            return _LEAST
+        bound: np.float32 = np.partition(maxima, len(maxima) - rank)[len(maxima) - rank]
+        return max(bound, _LEAST)
+
+    def _accumulate(self, values: Floats) -> "_Weights":
+        """exp(values) in the working memory, until the next call."""
+        count = len(values)
+        padded = self._weights[: -(-count // _BLOCK) * _BLOCK]
+        np.exp(values, out=padded[:count])
+        padded[count:] = 0
+        return _Weights(padded)
 
 
-def _quantile(cumulative: NDArray[np.float64], target: float) -> int:
-    """First index whose cumulative mass exceeds `target`; rounding never leads to an index without mass."""
-    index = int(np.searchsorted(cumulative, target, side="right"))
-    if index == len(cumulative):
-        index = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
-    return index
+class _Weights:
+    """Weights and where their running sum reaches a target, found by blocks."""
+
+    def __init__(self, weights: Floats) -> None:
+        self._weights = weights
+        self._ends = np.cumsum(weights.reshape(-1, _BLOCK).sum(axis=1), dtype=np.float64)
+        self.total = float(self._ends[-1])
+
+    def find(self, target: float, side: Literal["left", "right"]) -> int:
+        """First index whose running sum exceeds (`right`) or reaches (`left`) the target.
+
+        Where rounding puts the target beyond the last weight, the last index that has weight.
+        """
+        block = min(int(np.searchsorted(self._ends, target, side=side)), len(self._ends) - 1)
+        within = self._within(block)
+        index = int(np.searchsorted(within, target, side=side))
+        if index == _BLOCK:
+            index = int(np.searchsorted(within, within[-1], side="left"))
+        return block * _BLOCK + index
+
+    def up_to(self, index: int) -> float:
+        """Running sum at `index`, that weight included."""
+        return float(self._within(index // _BLOCK)[index % _BLOCK])
+
+    def _within(self, block: int) -> NDArray[np.float64]:
+        before = self._ends[block - 1] if block else 0.0
+        within: NDArray[np.float64] = before + np.cumsum(
+            self._weights[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.float64
+        )
+        return within

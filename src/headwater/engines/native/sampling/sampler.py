@@ -5,6 +5,7 @@ operations that do not depend on its neighbours. Log-probabilities are those of 
 and cuts; tokens that are masked out are not reported.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -81,7 +82,7 @@ class Sampler:
         return token, self._logprobs(token, state.logprobs)
 
     def _logprobs(self, token: int, count: int) -> TokenLogprobs:
-        log_total = self._row.log_total()
+        log_total = math.log(self._row.mass())
         own = self._row.scaled[token]
         rank = 1 + int(np.count_nonzero(self._row.scaled > own))
         if count == 0:
