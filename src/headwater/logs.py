@@ -86,7 +86,8 @@ class JsonFormatter(_Masking):
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return self.mask(json.dumps(entry, default=str, ensure_ascii=False))
+        masked = {name: self.mask(value) if isinstance(value, str) else value for name, value in entry.items()}
+        return json.dumps(masked, default=lambda value: self.mask(str(value)), ensure_ascii=False)
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:

@@ -31,9 +31,9 @@ def run_leak_checked(check: Coroutine[Any, Any, None]) -> None:
     before = _held()
     asyncio.run(_without_leftover_tasks(check))
     deadline = time.monotonic() + _SETTLE_S
-    while (held := _held()) != before and time.monotonic() < deadline:
+    while (left := _held() - before) and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert held == before, f"left behind: {sorted(held - before)}, lost: {sorted(before - held)}"
+    assert not left, f"left behind: {sorted(left)}"
 
 
 async def _without_leftover_tasks(check: Coroutine[Any, Any, None]) -> None:

@@ -29,7 +29,7 @@ class StreamTable:
     def take(self, peer: bytes, streams: Iterable[int]) -> list[int]:
         """Close some streams of a frontend; unknown ones are ignored."""
         known = self._handles.get(peer, {})
-        handles = [known[stream] for stream in streams if stream in known]
+        handles = [known[stream] for stream in dict.fromkeys(streams) if stream in known]
         for handle in handles:
             self._close(handle)
         return handles

@@ -37,11 +37,15 @@ class Catalogue:
         self._decoder = msgspec.json.Decoder(CatalogueFile)
         self.models: Models = {}
 
-    def look(self) -> list[RegistryEvent]:
-        """What changed since the last look."""
+    def is_wiped(self) -> bool:
+        """Whether there is no catalogue although there was one."""
+        return bool(self.models) and self._folder.catalogue_version() is None
+
+    def look(self, *, mend: bool = True) -> list[RegistryEvent]:
+        """What changed since the last look. `mend`: put back what was wiped."""
         version = self._folder.catalogue_version()
         if version is None:
-            return self.change(lambda models: models) if self.models else []
+            return self.change(lambda models: models) if self.models and mend else []
         if version == self._version:
             return []
         self._version = version

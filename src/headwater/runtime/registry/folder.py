@@ -88,11 +88,15 @@ class Folder:
 
     def holds(self, claim: Claim) -> bool:
         """Whether the name still leads to the claimed file: not so when the store was wiped."""
+        return self.names(claim.worker_id, claim.fd)
+
+    def names(self, worker_id: str, fd: int) -> bool:
+        """Whether this open file is the one under the name."""
         try:
-            named = os.stat(self.instances / claim.worker_id, follow_symlinks=False)
+            named = os.stat(self.instances / worker_id, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        return os.path.samestat(named, os.fstat(claim.fd))
+        return os.path.samestat(named, os.fstat(fd))
 
     def drop(self, claim: Claim) -> None:
         """Give the name up. The lock goes first: a missing name with a held lock would read as a wiped store."""

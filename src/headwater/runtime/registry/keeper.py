@@ -36,6 +36,8 @@ IDLE_SHARE = 0.005
 BUSY_SHARE = 0.2
 """Part of a core that looks may take while much changes."""
 CLEAN_INTERVAL_S = 5.0
+MEND_DELAY_S = 0.5
+"""Time before what was wiped is put back: whoever removes a folder should get to the end of it."""
 
 T = TypeVar("T")
 
@@ -50,8 +52,10 @@ class Keeper:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
+        self._wake_lock = threading.Lock()
         self._inotify = Inotify.open()
         self._stopping = False
+        self._ended = False
         self._scanner: Scanner | None = None
         self._claims: dict[str, Claim] = {}
         self._catalogue = Catalogue(folder)
@@ -63,6 +67,7 @@ class Keeper:
         self._next_look = math.inf
         self._look_again = False
         self._next_clean = 0.0
+        self._missing_since = math.inf
         self._thread = threading.Thread(target=self._run, name="headwater-registry", daemon=True)
         self._thread.start()
 
@@ -78,9 +83,12 @@ class Keeper:
             else:
                 future.set_result(result)
 
-        self._commands.append(run)
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"w")
+        with self._wake_lock:
+            if self._ended:
+                raise ConfigError("the registry handle is closed")
+            self._commands.append(run)
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._wake_write, b"w")
         return future
 
     # Commands
@@ -90,6 +98,7 @@ class Keeper:
         if self._scanner is None:
             self._scanner = Scanner(self._folder)
             self._next_look = 0.0
+            self._folder.ensure()
 
     def instances(self) -> list[Instance]:
         scanner = Scanner(self._folder)
@@ -187,17 +196,32 @@ class Keeper:
         self._next_look = self._last_look + interval
 
     def _look(self) -> None:
+        mend = self._may_mend()
+        if mend:
+            self._folder.ensure()
         for claim in self._claims.values():
-            self._keep(claim)
-        self._deliver_news(self._catalogue.look())
+            if mend or not claim.published:
+                self._keep(claim)
+        self._deliver_news(self._catalogue.look(mend=mend))
         if self._scanner is None:
             self._tell_outage(None)
         else:
             self._scan(self._scanner)
 
+    def _may_mend(self) -> bool:
+        """Whether something has been missing long enough."""
+        if self._is_wiped():
+            self._missing_since = min(self._missing_since, time.monotonic())
+        else:
+            self._missing_since = math.inf
+        return time.monotonic() >= self._missing_since + MEND_DELAY_S
+
+    def _is_wiped(self) -> bool:
+        if self._catalogue.is_wiped() or not self._folder.instances.is_dir():
+            return True
+        return not all(map(self._folder.holds, self._claims.values()))
+
     def _scan(self, scanner: Scanner) -> None:
-        if not self._folder.instances.is_dir():
-            self._folder.ensure()
         if self._inotify is not None:
             self._inotify.follow(self._folder.path)
             self._inotify.follow(self._folder.instances)
@@ -245,8 +269,10 @@ class Keeper:
             self._scanner.close()
         if self._inotify is not None:
             self._inotify.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        with self._wake_lock:
+            self._ended = True
+            os.close(self._wake_read)
+            os.close(self._wake_write)
 
 
 def _close_after_fork(claim: Claim) -> None:

@@ -56,8 +56,10 @@ class Scanner:
         self._seen.clear()
 
     def _look_at(self, worker_id: str, inode: int | None) -> RegistryEvent | None:
+        """The lock is tested before the name is looked up: an owner that renews its record takes the name first."""
         seen = self._seen.get(worker_id)
-        if seen is not None and seen.inode == inode and is_locked(seen.fd):
+        alive = seen is not None and is_locked(seen.fd)
+        if seen is not None and alive and seen.inode == inode:
             return None
         found = self._load(worker_id)
         if found is not None:
@@ -66,7 +68,7 @@ class Scanner:
             return InstancePut(found.instance) if seen is None or seen.instance != found.instance else None
         if seen is None:
             return None
-        if is_locked(seen.fd):
+        if alive:
             self.orphans.append(worker_id)
             return None
         self._forget(worker_id)
@@ -74,14 +76,25 @@ class Scanner:
 
     def _load(self, worker_id: str) -> _Seen | None:
         """The record now under this name, if its owner lives and it can be understood."""
-        record = self._folder.open_record(worker_id)
+        record = self._open_living(worker_id)
         if record is None:
             return None
-        if not is_locked(record.fd):
-            self.dead = True
-        elif (instance := self._decode(worker_id, record)) is not None:
-            return _Seen(record.fd, record.inode, instance)
-        os.close(record.fd)
+        instance = self._decode(worker_id, record)
+        if instance is None:
+            os.close(record.fd)
+            return None
+        return _Seen(record.fd, record.inode, instance)
+
+    def _open_living(self, worker_id: str) -> Record | None:
+        """A record without a lock is dead only if it still has the name: a busy owner may have renewed it since."""
+        while (record := self._folder.open_record(worker_id)) is not None:
+            if is_locked(record.fd):
+                return record
+            current = self._folder.names(worker_id, record.fd)
+            os.close(record.fd)
+            if current:
+                self.dead = True
+                break
         return None
 
     def _decode(self, worker_id: str, record: Record) -> Instance | None:
