@@ -1,0 +1,256 @@
+"""The prepared weight file: exact values, one conversion per host, and no trust in what lies on disk."""
+
+import multiprocessing
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from cpu_reference import RandomCheckpoint, small
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.engines.base import Progress
+from headwater.engines.native.cpu.layout import TensorPlan, model_plan
+from headwater.engines.native.cpu.panels import PanelKind, holds, pack, padded, panel_bytes
+from headwater.engines.native.cpu.prepared import PreparedWeights, prepare
+from headwater.errors import InternalError, ModelError
+
+
+def quiet(_: Progress) -> None: ...
+
+
+def unpack(weights: PreparedWeights, plan: TensorPlan) -> torch.Tensor:
+    """The matrix or vector as float32, read back from where the kernels would read it."""
+    kind = weights.kind(plan.name)
+    raw = np.ctypeslib.as_array(
+        (np.ctypeslib.ctypes.c_uint8 * plan.nbytes(kind)).from_address(weights.address(plan.name))
+    )
+    values = torch.from_numpy(raw.copy()).view(kind.dtype).float()
+    if plan.inputs is None:
+        return values[: plan.rows]
+    inputs = padded(plan.inputs)
+    pairs = 2 if kind is PanelKind.BF16 else 1
+    panels = values.view(-1, inputs // pairs, 16, pairs).permute(0, 2, 1, 3).reshape(-1, inputs)
+    return panels[: plan.rows, : plan.inputs]
+
+
+def only_file(folder: Path) -> Path:
+    (found,) = folder.glob("*.panels")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [(torch.bfloat16, PanelKind.BF16), (torch.float16, PanelKind.F16), (torch.float32, PanelKind.F32)],
+)
+def test_every_value_survives(tmp_path: Path, dtype: torch.dtype, kind: PanelKind) -> None:
+    config = small(intermediate_size=100, mlp_bias=True, attention_bias=True, qk_norm=True, tie_word_embeddings=False)
+    checkpoint = RandomCheckpoint(config, dtype)
+    weights = prepare(checkpoint, tmp_path, quiet)
+    for plan in model_plan(config):
+        assert torch.equal(unpack(weights, plan), plan.read(checkpoint).float()), plan.name
+        assert weights.kind(plan.name) is (PanelKind.F32 if plan.inputs is None else kind)
+    weights.close()
+
+
+def test_float32_that_fits_16_bits_is_kept_in_16_bits(tmp_path: Path) -> None:
+    checkpoint = RandomCheckpoint(small(), torch.bfloat16)
+    checkpoint.tensors = {name: tensor.float() for name, tensor in checkpoint.tensors.items()}
+    weights = prepare(checkpoint, tmp_path, quiet)
+    assert weights.kind("layers.0.qkv") is PanelKind.BF16
+    weights.close()
+
+
+def test_the_second_opening_reads_no_tensor(tmp_path: Path) -> None:
+    checkpoint = RandomCheckpoint(small())
+    prepare(checkpoint, tmp_path, quiet).close()
+    checkpoint.reads = 0
+    reports: list[Progress] = []
+    prepare(checkpoint, tmp_path, reports.append).close()
+    assert checkpoint.reads == 0
+    assert {report.phase for report in reports} == {"load"}
+    assert reports[-1].done == reports[-1].total == only_file(tmp_path).stat().st_size
+
+
+def test_progress_of_a_conversion_counts_every_parameter(tmp_path: Path) -> None:
+    checkpoint, reports = RandomCheckpoint(small()), []
+    prepare(checkpoint, tmp_path, reports.append).close()
+    converted = [report for report in reports if report.phase == "convert"]
+    assert [report.done for report in converted] == sorted(report.done for report in converted)
+    assert converted[-1].done == converted[-1].total == sum(tensor.numel() for tensor in checkpoint.tensors.values())
+
+
+def flip_index(content: bytearray) -> None:
+    content[-10] ^= 1
+
+
+def other_version(content: bytearray) -> None:
+    content[8:12] = struct.pack("<I", 9999)
+
+
+def huge_index(content: bytearray) -> None:
+    content[12:16] = struct.pack("<I", 0xFFFFFFFF)
+
+
+def cut(content: bytearray) -> None:
+    del content[len(content) // 2 :]
+
+
+def cut_in_header(content: bytearray) -> None:
+    del content[20:]
+
+
+def grown(content: bytearray) -> None:
+    content.extend(b"\0" * 4096)
+
+
+@pytest.mark.parametrize("damage", [flip_index, other_version, huge_index, cut, cut_in_header, grown, bytearray.clear])
+def test_a_damaged_file_is_rebuilt(tmp_path: Path, damage: Callable[[bytearray], None]) -> None:
+    checkpoint = RandomCheckpoint(small())
+    prepare(checkpoint, tmp_path, quiet).close()
+    path = only_file(tmp_path)
+    good = path.read_bytes()
+    content = bytearray(good)
+    damage(content)
+    path.write_bytes(content)
+    prepare(checkpoint, tmp_path, quiet).close()
+    assert path.read_bytes() == good
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("offset", 1 << 40), ("offset", -4096), ("offset", 4097), ("nbytes", 64), ("kind", 77)]
+)
+def test_an_index_that_points_elsewhere_is_not_followed(tmp_path: Path, field: str, value: int) -> None:
+    """With a right checksum: what a hostile writer of the folder could leave."""
+    from hashlib import sha256
+
+    checkpoint = RandomCheckpoint(small())
+    prepare(checkpoint, tmp_path, quiet).close()
+    path = only_file(tmp_path)
+    good = path.read_bytes()
+    place = struct.unpack_from("<Q", good, 16)[0]
+    index = msgspec.json.decode(good[place:])
+    index["entries"][0][field] = value
+    encoded = msgspec.json.encode(index)
+    header = good[:12] + struct.pack("<IQ", len(encoded), place) + sha256(encoded).digest()
+    path.write_bytes(header + good[len(header) : place] + encoded)
+    prepare(checkpoint, tmp_path, quiet).close()
+    assert path.read_bytes() == good
+
+
+def build_in_child(
+    folder: str, barrier: "multiprocessing.synchronize.Barrier", reads: "multiprocessing.Queue[int]"
+) -> None:
+    checkpoint = RandomCheckpoint(small())
+    barrier.wait(30)
+    prepare(checkpoint, Path(folder), quiet).close()
+    reads.put(checkpoint.reads)
+
+
+def test_workers_that_start_together_convert_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier, reads = context.Barrier(3), context.Queue()
+    children = [context.Process(target=build_in_child, args=(str(tmp_path), barrier, reads)) for _ in range(3)]
+    for child in children:
+        child.start()
+    counts = sorted(reads.get(timeout=60) for _ in children)
+    for child in children:
+        child.join(30)
+    assert counts[:2] == [0, 0]
+    assert counts[2] == len(RandomCheckpoint(small()).tensors)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".panels", ".lock"}
+
+
+def test_a_waiting_worker_says_so_and_goes_on_when_the_holder_dies(tmp_path: Path) -> None:
+    checkpoint = RandomCheckpoint(small())
+    prepare(checkpoint, tmp_path, quiet).close()
+    path = only_file(tmp_path)
+    path.unlink()
+    holder = multiprocessing.get_context("spawn").Process(target=hold_lock, args=(str(path) + ".lock",))
+    holder.start()
+    while not Path(str(path) + ".held").exists():
+        holder.join(0.05)
+    waiting = threading.Event()
+
+    def watch(report: Progress) -> None:
+        if "another worker" in report.detail and not waiting.is_set():
+            waiting.set()
+            holder.kill()
+
+    prepare(checkpoint, tmp_path, watch).close()
+    holder.join(10)
+    assert waiting.is_set()
+
+
+def hold_lock(path: str) -> None:
+    import fcntl
+    import time
+
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        Path(path.removesuffix(".lock") + ".held").touch()
+        time.sleep(60)
+
+
+def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path) -> None:
+    checkpoint = RandomCheckpoint(small())
+    checkpoint.tensors["model.norm.weight"] = torch.ones(63)
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \(63,\); the configuration says \(64,\)"):
+        prepare(checkpoint, tmp_path, quiet)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_without_a_writable_folder_the_weights_live_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    checkpoint = RandomCheckpoint(small(), torch.bfloat16)
+    weights = prepare(checkpoint, blocked / "cache", quiet)
+    plan = next(plan for plan in model_plan(checkpoint.config) if plan.name == "layers.1.gate_up")
+    assert torch.equal(unpack(weights, plan), plan.read(checkpoint).float())
+    assert "this process holds its own copy" in caplog.text
+    weights.close()
+
+
+def test_a_fingerprint_cannot_leave_the_folder(tmp_path: Path) -> None:
+    checkpoint = RandomCheckpoint(small())
+    checkpoint.fingerprint = "../../etc/passwd"
+    with pytest.raises(InternalError, match="not a hex digest"):
+        prepare(checkpoint, tmp_path, quiet)
+
+
+def test_two_openings_share_the_pages(tmp_path: Path) -> None:
+    """File-backed and read-only: the kernel keeps one copy for all workers of the host."""
+    checkpoint = RandomCheckpoint(small())
+    first, second = prepare(checkpoint, tmp_path, quiet), prepare(checkpoint, tmp_path, quiet)
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(only_file(tmp_path)) in line]
+    assert len(maps) == 2
+    assert all(line.split()[1].startswith("r--") for line in maps)
+    first.close()
+    second.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 70), inputs=st.integers(1, 70), kind=st.sampled_from(PanelKind), seed=st.integers(0, 9))
+def test_packing_places_every_element(rows: int, inputs: int, kind: PanelKind, seed: int) -> None:
+    tensor = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)).to(kind.dtype)
+    out = torch.empty(panel_bytes(kind, rows, inputs), dtype=torch.uint8)
+    pack(tensor, kind, out)
+    row, column = torch.meshgrid(torch.arange(padded(rows)), torch.arange(padded(inputs)), indexing="ij")
+    panel = row // 16 * 16 * padded(inputs)
+    paired = kind is PanelKind.BF16
+    inside = column // 2 * 32 + row % 16 * 2 + column % 2 if paired else column * 16 + row % 16
+    expected = torch.zeros(padded(rows), padded(inputs), dtype=kind.dtype)
+    expected[:rows, :inputs] = tensor
+    assert torch.equal(out.view(kind.dtype)[panel + inside], expected)
+
+
+def test_holds_is_about_values() -> None:
+    assert holds(PanelKind.BF16, torch.tensor([1.0, -0.5, 2.0**127]))
+    assert not holds(PanelKind.BF16, torch.tensor([1.00390625]))
+    assert holds(PanelKind.F16, torch.tensor([1.0009765625, 65504.0]))
+    assert not holds(PanelKind.F16, torch.tensor([65536.0]))
