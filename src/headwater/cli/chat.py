@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
         {name: value for name, value in options.items() if value is not None},
     )
     if args.once is not None:
+        if sys.stderr.isatty():
+            print(f"> {args.once}", file=sys.stderr)
         answer = chat.ask(args.once)
         print(f"\n{answer.figures()}", file=sys.stderr)
         return 0 if answer.complete else 1
