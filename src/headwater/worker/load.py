@@ -1,6 +1,7 @@
 """Thins out load reports: an engine makes one per step, the cluster needs about twenty a second."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -18,7 +19,7 @@ class LoadReporter:
         self._publish = publish
         self._interval_s = interval_s
         self._newest: LoadReport | None = None
-        self._timings: list[StepTiming] = []
+        self._timings: deque[StepTiming] = deque(maxlen=MAX_TIMINGS)
         self._last = -interval_s
         self._timer: asyncio.TimerHandle | None = None
 
@@ -44,6 +45,6 @@ class LoadReporter:
         self._timer = None
         self._last = loop.time()
         report, self._newest = self._newest, None
-        timings, self._timings = self._timings[-MAX_TIMINGS:], []
         if report is not None:
-            self._publish(msgspec.structs.replace(report, timings=timings))
+            self._publish(msgspec.structs.replace(report, timings=list(self._timings)))
+        self._timings.clear()
