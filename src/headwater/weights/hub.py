@@ -4,6 +4,7 @@ A branch or tag is turned into its commit first and that commit is what is fetch
 start minutes apart cannot get two versions. Credentials and the endpoint are huggingface_hub's own affair.
 """
 
+import logging
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,8 @@ from typing import Any, Final
 
 from headwater.engines.base import Progress, ProgressSink
 from headwater.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 _HUB_ID: Final = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:/(?P<file>[\w./-]+\.gguf))?(?:@(?P<rev>[\w./-]{1,200}))?"
@@ -26,6 +29,8 @@ _TEXTS: Final = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_TIMEOUT_S: Final = 30.0
+_SERVER_ERRORS: Final = 500
 _INDEX: Final = "model.safetensors.index.json"
 
 
@@ -56,34 +61,67 @@ def parse_hub_id(text: str) -> HubId | None:
 
 
 def fetch(hub_id: HubId, progress: ProgressSink, *, offline: bool) -> Snapshot:
-    """Bring one commit's files here, or find them. Raises `ModelError`."""
+    """Bring one commit's files here, or find them. Raises `ModelError`.
+
+    A hub that cannot be reached does not stop a model that is already here.
+    """
     try:
-        import huggingface_hub
+        from huggingface_hub import constants, errors
     except ImportError as error:
         raise ModelError(
             f"{hub_id.repo} has to come from a hub, and huggingface_hub is not installed",
             hint="pip install 'headwater[native]', or name a local folder.",
         ) from error
     with _explained(hub_id):
-        if offline or huggingface_hub.constants.HF_HUB_OFFLINE:
+        if offline or constants.HF_HUB_OFFLINE:
             return _cached(hub_id)
         progress(Progress("resolve", detail=f"asking for {hub_id.repo}"))
-        info = huggingface_hub.HfApi().model_info(hub_id.repo, revision=hub_id.revision, timeout=30.0)
-        if info.sha is None:
-            raise ModelError(f"the hub names no commit for {hub_id.repo}")
-        files = [sibling.rfilename for sibling in info.siblings or ()]
-        wanted, gguf = _choose(hub_id, files)
-        folder = huggingface_hub.snapshot_download(
-            hub_id.repo, revision=info.sha, allow_patterns=wanted, tqdm_class=_reporting_bar(hub_id.repo, progress)
-        )
-    return Snapshot(Path(folder), info.sha, Path(folder) / gguf if gguf else None)
+        try:
+            return _download(hub_id, progress)
+        except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
+            local = _instead(hub_id, error) if _is_outage(error) else None
+            if local is None:
+                raise
+            return local
+
+
+def _is_outage(error: Exception) -> bool:
+    """Whether the hub is to blame, rather than what it was asked for."""
+    response = getattr(error, "response", None)
+    return response is None or response.status_code >= _SERVER_ERRORS
+
+
+def _download(hub_id: HubId, progress: ProgressSink) -> Snapshot:
+    from huggingface_hub import HfApi, snapshot_download
+
+    # The first call turns a branch into a commit and remembers it for a start without the hub.
+    started = snapshot_download(hub_id.repo, revision=hub_id.revision, allow_patterns=["config.json"])
+    commit = Path(started).name
+    info = HfApi().model_info(hub_id.repo, revision=commit, timeout=_TIMEOUT_S)
+    wanted, gguf = _choose(hub_id, [sibling.rfilename for sibling in info.siblings or ()])
+    bar = _reporting_bar(hub_id.repo, progress)
+    folder = Path(snapshot_download(hub_id.repo, revision=commit, allow_patterns=wanted, tqdm_class=bar))
+    return Snapshot(folder, commit, folder / gguf if gguf else None)
+
+
+def _instead(hub_id: HubId, error: Exception) -> Snapshot | None:
+    """The local copy when the hub is down, if there is one."""
+    try:
+        snapshot = _cached(hub_id)
+    except (OSError, ModelError):
+        return None
+    logger.warning("the hub cannot be reached (%s); using the local copy of %s", error, hub_id.repo)
+    return snapshot
 
 
 def _cached(hub_id: HubId) -> Snapshot:
-    """What an earlier run has fetched."""
-    import huggingface_hub
+    """What an earlier run has fetched. Whether it is complete shows when the folder is read."""
+    from huggingface_hub import snapshot_download
 
-    folder = Path(huggingface_hub.snapshot_download(hub_id.repo, revision=hub_id.revision, local_files_only=True))
+    # Without a pattern the library would insist on every file of the repository, also on those we never fetch.
+    pattern = ["config.json"]
+    found = snapshot_download(hub_id.repo, revision=hub_id.revision, local_files_only=True, allow_patterns=pattern)
+    folder = Path(found)
     files = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
     _, gguf = _choose(hub_id, files)
     return Snapshot(folder, folder.name, folder / gguf if gguf else None)
@@ -173,9 +211,10 @@ def _explained(hub_id: HubId) -> Iterator[None]:
     except errors.RepositoryNotFoundError as error:
         raise ModelError(f"the hub has no model {where}", hint="Private models need a login: hf auth login.") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise ModelError(f"{where} is not in the local hub cache and the hub cannot be asked") from error
+        reason = str(error.__cause__).splitlines()[0] if error.__cause__ else "offline"
+        raise ModelError(f"{where} is not on this host and the hub cannot be asked ({reason})") from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no"
         raise ModelError(f"the hub answered {status} for {where}", hint="Start again: downloads resume.") from error
-    except OSError as error:
+    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
         raise ModelError(f"cannot fetch {where}: {error}", hint="Start again: downloads resume.") from error
