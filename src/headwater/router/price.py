@@ -12,8 +12,9 @@ N the expected output length:
     home          a small discount where the prefix is at home, so that cold prefixes always fall the same way
 
 Each part has a weight; a `Profile` is a set of weights. What all workers share does not decide, so common errors of
-the time model cancel. The weights are those of the study behind docs/routing.md: searched on two public traces at
-one pool size and two loads, and kept for all others.
+the time model cancel. The weights come from a search over two public traces at 8 workers and two loads, checked on
+other loads, sizes and five synthetic mixes (docs/routing.md). The price of worker time grows with churn: what a new
+block displaces is worth something only when caches are full.
 """
 
 import math
@@ -32,11 +33,20 @@ class Profile:
     stall_decoding_share: float
     slow_down: float
     worker_time: float
+    """Of a ms of added prefill while caches have room, ..."""
+    churn_time: float
+    """... and what is added to it when every new block displaces another."""
+    home_share: float = 0.1
+    """Of the prefill time of a cold prompt, at most `home_ms`."""
     home_ms: float = 30.0
 
 
-END_TO_END = Profile(own_decode=0.25, stall=0.4, stall_decoding_share=0.15, slow_down=0.25, worker_time=6.0)
-FIRST_TOKEN = Profile(own_decode=0.0, stall=0.25, stall_decoding_share=0.3, slow_down=0.0, worker_time=2.0)
+END_TO_END = Profile(
+    own_decode=0.5, stall=0.4, stall_decoding_share=0.15, slow_down=0.5, worker_time=0.5, churn_time=5.5
+)
+FIRST_TOKEN = Profile(
+    own_decode=0.0, stall=0.25, stall_decoding_share=0.3, slow_down=0.0, worker_time=0.5, churn_time=1.5
+)
 
 
 def profile(decode_share: float) -> Profile:
@@ -53,6 +63,7 @@ def profile(decode_share: float) -> Profile:
         stall_decoding_share=mix(FIRST_TOKEN.stall_decoding_share, END_TO_END.stall_decoding_share),
         slow_down=mix(FIRST_TOKEN.slow_down, END_TO_END.slow_down),
         worker_time=mix(FIRST_TOKEN.worker_time, END_TO_END.worker_time),
+        churn_time=mix(FIRST_TOKEN.churn_time, END_TO_END.churn_time),
     )
 
 
@@ -117,6 +128,8 @@ class Placement(NamedTuple):
     prompt_tokens: int
     num_sequences: int
     expected_output_tokens: float
+    churn: float
+    """Blocks displaced per block stored, lately."""
 
 
 class Price(NamedTuple):
@@ -136,7 +149,7 @@ def prefill_pairs(new_tokens: int, cached_tokens: int) -> float:
 
 def price(costs: StepCosts, weights: Profile, worker: Occupied, placement: Placement, cached_tokens: int) -> Price:
     """The price of one placement, away from home."""
-    prompt_tokens, num_sequences, rest = placement
+    prompt_tokens, num_sequences, rest, churn = placement
     new_tokens = prompt_tokens - cached_tokens
     backlog_tokens, backlog_pairs = worker.booked_prefill_tokens, worker.booked_prefill_pairs
     prefilling, decoding = worker.num_prefilling, worker.num_decoding
@@ -155,5 +168,5 @@ def price(costs: StepCosts, weights: Profile, worker: Occupied, placement: Place
         weights.own_decode * rest * (before_ms + slower_ms),
         weights.stall * added_ms * (weights.stall_decoding_share * decoding + prefilling),
         weights.slow_down * slower_ms * (rest / 2) * (decoding / 2 + prefilling),
-        weights.worker_time * added_ms,
+        (weights.worker_time + weights.churn_time * churn) * added_ms,
     )

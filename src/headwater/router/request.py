@@ -26,5 +26,7 @@ class RouteRequest:
     """Whether all candidates are to be listed in the decision."""
     keys: Sequence[int] = ()
     """Filled in by the router: index keys of `block_ids`."""
+    churn: float = 0.0
+    """Filled in by the router: blocks displaced per block stored, lately."""
     cached_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
     """Filled in by the router: prompt tokens that a worker need not compute, by worker id."""

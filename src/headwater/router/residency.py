@@ -4,7 +4,9 @@ from collections.abc import Iterable, Sequence
 
 from headwater.kv.index import PrefixIndex, block_keys
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored, WorkerEvent
-from headwater.types import Tier, WorkerId
+from headwater.types import BLOCK_ID_BYTES, Tier, WorkerId
+
+_CHURN_WINDOW_BLOCKS = 20_000.0
 
 _TIER_WORTH: dict[Tier, float] = {"device": 1.0, "host": 0.9, "disk": 0.6, "peer": 0.6, "object": 0.3}
 """Part of the recompute time that a block saves, until transfers are priced by the time model."""
@@ -17,6 +19,7 @@ class Residency:
         self.index = PrefixIndex(max_blocks)
         self._tiers: set[Tier] = {"device"}
         self._tellers: set[str] = set()
+        self._recent_stored = self._recent_removed = 0.0
 
     def add_worker(self, worker_id: str) -> None:
         self.index.add_worker(WorkerId(worker_id))
@@ -29,20 +32,32 @@ class Residency:
         """Whether a worker has ever sent a block event: one that never does cannot be routed to by prefix."""
         return worker_id in self._tellers
 
+    @property
+    def churn(self) -> float:
+        """Blocks displaced per block stored, lately and over all workers: 0 while caches fill, 1 when they are full."""
+        return min(1.0, self._recent_removed / self._recent_stored) if self._recent_stored else 0.0
+
     def apply(self, worker_id: str, event: WorkerEvent) -> None:
         worker = WorkerId(worker_id)
         match event:
             case BlocksStored():
                 self._tiers.add(event.tier)
                 self._tellers.add(worker_id)
+                self._note_stored(len(event.block_ids) // BLOCK_ID_BYTES)
                 self.index.store(worker, block_keys(event.block_ids), event.tier)
             case BlocksRemoved():
+                self._recent_removed += len(event.block_ids) // BLOCK_ID_BYTES
                 self.index.remove(worker, block_keys(event.block_ids), event.tier)
             case BlocksCleared():
                 for tier in (event.tier,) if event.tier is not None else tuple(self._tiers):
                     self.index.clear(worker, tier)
             case _:
                 pass
+
+    def _note_stored(self, blocks: int) -> None:
+        remaining = max(0.0, 1.0 - blocks / _CHURN_WINDOW_BLOCKS)
+        self._recent_stored = self._recent_stored * remaining + blocks
+        self._recent_removed *= remaining
 
     def rebuild(self, worker_id: str, stored: Iterable[BlocksStored]) -> None:
         """Replace all that is known of a worker."""

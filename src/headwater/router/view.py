@@ -182,6 +182,7 @@ class ClusterView:
             request.expected_output_tokens = self.typical_output(request.fingerprint)
         if not request.block_ids or not self.tracks_residency:
             return
+        request.churn = self.residency.churn
         request.keys = block_keys(request.block_ids)
         request.cached_tokens = self.residency.cached_tokens(
             request.keys, request.block_size, request.num_prompt_tokens
