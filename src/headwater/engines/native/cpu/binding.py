@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 
 from headwater.errors import ConfigError
 
-ABI_VERSION = 1
-
 Fields = Sequence[tuple[str, type[Any]]]
 _i64, _pointer, _float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
@@ -90,7 +88,7 @@ class HwAttention(ctypes.Structure):
 
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
-    "hw_abi_version": (_i64, []),
+    "hw_struct_bytes": (_i64, [ctypes.c_char_p]),
     "hw_best_isa": (ctypes.c_char_p, []),
     "hw_runs_isa": (_i64, [ctypes.c_char_p]),
     "hw_open": (_pointer, [ctypes.c_char_p, _i64]),

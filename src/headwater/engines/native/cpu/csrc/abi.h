@@ -54,7 +54,7 @@ struct HwAttention {
 
 #pragma GCC visibility push(default)
 extern "C" {
-int64_t hw_abi_version();
+int64_t hw_struct_bytes(const char *name);  // for the mirrors to be checked against; -1: no such struct
 const char *hw_best_isa();               // best variant this machine runs
 int64_t hw_runs_isa(const char *isa);
 void *hw_open(const char *isa, int64_t num_threads);  // null: unknown or not supported here

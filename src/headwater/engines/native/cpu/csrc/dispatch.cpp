@@ -8,8 +8,6 @@
 
 namespace {
 
-const int64_t abi_version = 1;
-
 const HwVariant *const variants[] = {  // best first
 #if defined(__x86_64__)
     &hw_avx512, &hw_avx2,
@@ -155,7 +153,14 @@ bool start_helpers(Kernels *k, int64_t count) {
 
 extern "C" {
 
-int64_t hw_abi_version() { return abi_version; }
+int64_t hw_struct_bytes(const char *name) {
+    if (!strcmp(name, "HwMatrix")) return sizeof(HwMatrix);
+    if (!strcmp(name, "HwLayer")) return sizeof(HwLayer);
+    if (!strcmp(name, "HwModel")) return sizeof(HwModel);
+    if (!strcmp(name, "HwBatch")) return sizeof(HwBatch);
+    if (!strcmp(name, "HwAttention")) return sizeof(HwAttention);
+    return -1;
+}
 
 const char *hw_best_isa() {
     for (const HwVariant *v : variants)
