@@ -306,6 +306,12 @@ def test_unknown_fields_are_noted_or_refused(model: ServedModel, caplog: pytest.
     assert responder.error["param"] == "temprature"
 
 
+def test_thousands_of_unknown_fields_cost_little(model: ServedModel) -> None:
+    started = time.perf_counter()
+    assert post(model, CHAT, chat(**{f"temperatur{number}": 1 for number in range(1500)})).status == 0
+    assert time.perf_counter() - started < 5.0
+
+
 @pytest.mark.parametrize(
     "fields",
     [

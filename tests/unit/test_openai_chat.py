@@ -5,10 +5,11 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from headwater.errors import Draining, Overloaded, WorkerLost
+from headwater.errors import Draining, ModelError, Overloaded, WorkerLost
 from headwater.frontend.openai import answer
 from headwater.frontend.openai.serving import ServedModel, build_model
 from headwater.frontend.preprocess.tokenizer import unpack_ids
@@ -139,11 +140,8 @@ def test_sampling(model: ServedModel, fields: dict[str, Any], expected: dict[str
 
 
 def test_defaults_of_the_model_apply_where_the_request_is_silent(demo_model: ResolvedModel) -> None:
-    card = demo_card(demo_model)
-    card = type(card)(
-        **{name: getattr(card, name) for name in card.__struct_fields__}
-        | {"default_sampling": {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0, "repetition_penalty": 1.1}}
-    )
+    defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0, "repetition_penalty": 1.1}
+    card = msgspec.structs.replace(demo_card(demo_model), default_sampling=defaults)
     served = build_model(card, demo_artifacts(demo_model), tokenizer_backend="tokenizers")
     params = sampling(served, top_p=0.5)
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.6, 0.5, 20, 1.1)
@@ -371,6 +369,11 @@ def test_nvext_is_answered(model: ServedModel) -> None:
     head = responder.body.decode().split("data: ")[0]
     assert "event: formatted_prompt\n: " in head
     assert json.loads(head.split("event: token_ids\n: ")[1]) == unpack_ids(api.dispatcher.requests[0].prompt)
+
+
+def test_warnings_on_request(model: ServedModel) -> None:
+    _, responder = play(model, chat(nvext={"extra_fields": ["warnings"]}, max_token=5, user="x"), say("x"))
+    assert responder.json()["nvext"] == {"warnings": ['unknown field "max_token"; did you mean max_tokens?']}
 
 
 def test_nvext_of_a_whole_answer(model: ServedModel) -> None:
@@ -684,3 +687,45 @@ def test_a_client_that_leaves_while_its_body_is_read_costs_no_worker(model: Serv
         return api
 
     assert asyncio.run(run()).dispatcher.requests == []
+
+
+# -- models whose files do not quite agree ------------------------------------------------------------------------
+
+
+def test_tokens_that_the_model_does_not_have_are_refused(demo_model: ResolvedModel) -> None:
+    card = msgspec.structs.replace(demo_card(demo_model), vocab_size=40_000)
+    served = build_model(card, demo_artifacts(demo_model), tokenizer_backend="tokenizers")
+    rare = served.vocabulary_text(45_000).replace("\u0120", " ")
+    responder = asyncio.run(Api(served).post(PATH, chat(messages=[{"role": "user", "content": rare}])))
+    assert responder.status == 400
+    assert "contains the token 45,000, which the tokenizer has and the model has not" in responder.error["message"]
+
+
+def test_special_tokens_of_the_card_where_the_files_are_silent(demo_model: ResolvedModel) -> None:
+    artifacts = demo_artifacts(demo_model) | {"chat_template.jinja": b"{{ bos_token }}|{{ eos_token }}"}
+    artifacts.pop("tokenizer_config.json", None)
+    served = build_model(demo_card(demo_model), artifacts, tokenizer_backend="tokenizers")
+    assert prompt_of(served) == "<|im_start|>|<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"chat_template": "A"}, "A"),
+        ({"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}, "D"),
+    ],
+)
+def test_templates_in_the_tokenizer_config(demo_model: ResolvedModel, config: dict[str, Any], text: str) -> None:
+    artifacts = {"tokenizer.json": demo_model.tokenizer_json, "tokenizer_config.json": json.dumps(config).encode()}
+    assert prompt_of(build_model(demo_card(demo_model), artifacts, tokenizer_backend="tokenizers")) == text
+
+
+@pytest.mark.parametrize(
+    "artifacts",
+    [{}, {"tokenizer.json": b"{}"}, {"tokenizer_config.json": b"{}"}, {"chat_template.jinja": b"{% if %}"}],
+)
+def test_files_that_do_not_make_a_model(demo_model: ResolvedModel, artifacts: dict[str, bytes]) -> None:
+    if "chat_template.jinja" in artifacts:
+        artifacts = artifacts | {"tokenizer.json": demo_model.tokenizer_json}
+    with pytest.raises(ModelError):
+        build_model(demo_card(demo_model), artifacts)

@@ -149,6 +149,8 @@ class Answer(ABC):
         extension: Extension = {}
         if "worker_id" in asked:
             extension["worker_id"] = {"prefill_worker_id": self._worker, "decode_worker_id": self._worker}
+        if "warnings" in asked and last:
+            extension["warnings"] = self._generation.warnings
         if "timing" in asked and last:
             extension["timing"] = self._timing()
         return extension or None

@@ -74,6 +74,7 @@ def prepare_chat(body: bytes, models: ModelLookup, asker: Asker, *, strict: bool
         nvext=nvext,
         priority=scheduling_priority(fields),
         formatted_prompt=text,
+        warnings=tuple(parsed.warnings),
     )
 
 

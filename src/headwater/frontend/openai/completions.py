@@ -28,7 +28,8 @@ _NO_NVEXT = NvExt()
 
 def prepare_completion(body: bytes, models: ModelLookup, asker: Asker, *, strict: bool) -> Generation:
     """Raises `RequestError` and `Unavailable`. Safe to run in a thread."""
-    fields = parse_body(COMPLETION, body, strict=strict).fields
+    parsed = parse_body(COMPLETION, body, strict=strict)
+    fields = parsed.fields
     model = models.get(fields.model)
     options = stream_options(fields)
     structured = structured_spec(fields)
@@ -74,6 +75,7 @@ def prepare_completion(body: bytes, models: ModelLookup, asker: Asker, *, strict
         nvext=nvext,
         priority=scheduling_priority(fields),
         formatted_prompt=prompts[0].text,
+        warnings=tuple(parsed.warnings),
     )
 
 

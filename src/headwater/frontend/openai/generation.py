@@ -58,6 +58,8 @@ class Generation:
     nvext: NvExt
     priority: int = 0
     formatted_prompt: str | None = None
+    warnings: tuple[str, ...] = ()
+    """Notes about fields that were ignored."""
 
     @property
     def num_choices(self) -> int:

@@ -51,7 +51,12 @@ class ServedModel:
         self.tool_format: ToolFormat | None = detect_tool_format(template.source) if template is not None else None
         self.table = None if file.decoder == "other" else TokenTable(file, card.vocab_size)
         self.vocab_size = card.vocab_size
-        self.limits = PromptLimits(card.max_model_len, file.longest_token_chars, card.block_size)
+        self.limits = PromptLimits(
+            card.max_model_len,
+            file.longest_token_chars,
+            card.block_size,
+            card.vocab_size if len(file.tokens) > card.vocab_size else None,
+        )
         self._tokens = file.tokens
         self._unsalted = namespace(card.fingerprint, card.kv_layout)
 
@@ -104,7 +109,7 @@ def build_model(
     source = _template_source(artifacts, config)
     template = None
     if source is not None:
-        template = ChatTemplate(source, _special_tokens(config), clock or RealClock())
+        template = ChatTemplate(source, _special_tokens(config, card, file), clock or RealClock())
     model = ServedModel(card, file, tokenizer, template)
     logger.info(
         "model %s: tokenizer %s, chat template %s, %s decoder",
@@ -133,9 +138,14 @@ def _template_source(artifacts: Mapping[str, bytes], config: Mapping[str, Any]) 
     return source if isinstance(source, str) else None
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(config: Mapping[str, Any], card: ModelCard, file: TokenizerFile) -> dict[str, str]:
     """`bos_token` and the like, which templates use by name."""
     found: dict[str, str] = {}
+    ids = {"bos_token": card.bos_token_id, "eos_token": card.eos_token_ids[0] if card.eos_token_ids else None}
+    for name, token_id in ids.items():
+        spelled = file.tokens[token_id] if token_id is not None and token_id < len(file.tokens) else None
+        if spelled is not None:
+            found[name] = spelled
     for name, value in config.items():
         if not name.endswith("_token"):
             continue

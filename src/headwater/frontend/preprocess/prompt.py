@@ -6,8 +6,8 @@ that is already too long, so a prompt of any size costs time in proportion to wh
 
 from dataclasses import dataclass
 
-from headwater.errors import ContextTooLong
-from headwater.frontend.preprocess.tokenizer import Tokenizer
+from headwater.errors import ContextTooLong, InvalidRequest
+from headwater.frontend.preprocess.tokenizer import Tokenizer, unpack_ids
 from headwater.kv.identity import chain_block_ids
 from headwater.types import TOKEN_ID_BYTES
 
@@ -38,6 +38,8 @@ class PromptLimits:
     max_model_len: int
     longest_token_chars: int | None
     block_size: int
+    vocab_size: int | None = None
+    """Checked when given: some tokenizers have ids that the model has not."""
 
     def check_chars(self, num_chars: int, param: str) -> None:
         """Refuse what cannot fit whatever the tokens turn out to be."""
@@ -64,7 +66,19 @@ class PromptLimits:
                     f"tokens; the model's context is {self.max_model_len:,} tokens",
                     param=param,
                 )
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if self.vocab_size is not None:
+            self._check_ids(ids, param)
+        return ids
+
+    def _check_ids(self, ids: bytes, param: str) -> None:
+        highest = max(unpack_ids(ids), default=0)
+        if self.vocab_size is not None and highest >= self.vocab_size:
+            raise InvalidRequest(
+                f"{param} contains the token {highest:,}, which the tokenizer has and the model has not "
+                f"(its tokens are 0 to {self.vocab_size - 1:,})",
+                param=param,
+            )
 
     def prompt(self, ids: bytes, namespace: bytes, text: str | None = None) -> Prompt:
         return Prompt(ids, chain_block_ids(namespace, ids, self.block_size), namespace, text)
