@@ -15,6 +15,7 @@ import resource
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,8 @@ _SEQUENCES_PER_REQUEST = 8
 """Sequences may be open that many times the limit of concurrent requests (n > 1, lists of prompts)."""
 _MIN_DESCRIPTORS = 512
 _GC_THRESHOLD = 50_000
+_SWITCH_INTERVAL_S = 0.0005
+"""How long the loop waits for a thread that is at work on a long prompt: a tenth of the default."""
 
 OnListening = Callable[[int], None]
 
@@ -165,6 +168,7 @@ async def run_frontend(
         if on_listening is not None:
             on_listening(port)
         settle_memory()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         await stop.get()
         logger.info("draining: %d requests in progress", frontend.application.num_generating)
         await _drain(frontend, stop, config.runtime.drain_timeout)
