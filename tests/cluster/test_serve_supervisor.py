@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,8 +36,8 @@ class Recorder:
         self.stopping: list[str] = []
         self.serving = asyncio.Event()
 
-    def on_log(self, part: Part, line: bytes) -> None:
-        self.logs.setdefault(part, []).append(line.decode())
+    def on_log(self, part: Part, lines: Sequence[bytes]) -> None:
+        self.logs.setdefault(part, []).extend(line.decode() for line in lines)
 
     def on_progress(self, part: Part, report: ProgressReport) -> None:
         self.phases.setdefault(part, []).append(report.phase)

@@ -60,11 +60,9 @@ class ServeDisplay:
         if live_on is not None:
             self._start_live(live_on)
 
-    def on_log(self, part: Part, line: bytes) -> None:
-        if self._json_logs and line.startswith(b"{"):
-            self._writer.line(line)
-        else:
-            self._writer.line(self._prefixes[part] + line)
+    def on_log(self, part: Part, lines: Sequence[bytes]) -> None:
+        mark = self._prefixes[part]
+        self._writer.lines([line if self._json_logs and line.startswith(b"{") else mark + line for line in lines])
 
     def on_progress(self, part: Part, report: ProgressReport) -> None:
         self._reports[part] = report

@@ -45,7 +45,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Observer(Protocol):
     """Hears what happens; called on the event loop and must not block."""
 
-    def on_log(self, part: Part, line: bytes) -> None: ...
+    def on_log(self, part: Part, lines: Sequence[bytes]) -> None: ...
 
     def on_progress(self, part: Part, report: ProgressReport) -> None: ...
 
@@ -163,7 +163,7 @@ class LocalSupervisor:
 
     async def _watch(self, part: Part, child: Child) -> None:
         code = await child.wait(
-            lambda line: self._observer.on_log(part, line), lambda report: self._reported(part, report)
+            lambda lines: self._observer.on_log(part, lines), lambda report: self._reported(part, report)
         )
         del self._children[part]
         failure = self._failures.get(part)

@@ -23,7 +23,7 @@ _READ_BYTES = 64 * 1024
 _PIPES_LINGER_S = 1.0
 _KILL_WAIT_S = 5.0
 
-OnLine = Callable[[bytes], None]
+OnLines = Callable[[Sequence[bytes]], None]
 OnReport = Callable[[Report], None]
 
 
@@ -75,13 +75,13 @@ class Child:
             except ProcessLookupError:
                 return
 
-    async def wait(self, on_line: OnLine, on_report: OnReport) -> int:
+    async def wait(self, on_lines: OnLines, on_report: OnReport) -> int:
         """Forward output until the process has ended; the exit code, negative for a signal."""
         output = self._process.stdout
         assert output is not None
         pumps = [
-            asyncio.ensure_future(_pump(output, MAX_LINE_BYTES, on_line)),
-            asyncio.ensure_future(_pump(self._reports, MAX_REPORT_BYTES, lambda line: _report(line, on_report))),
+            asyncio.ensure_future(_pump(output, MAX_LINE_BYTES, on_lines)),
+            asyncio.ensure_future(_pump(self._reports, MAX_REPORT_BYTES, lambda lines: _report(lines, on_report))),
         ]
         try:
             await self._ended()
@@ -119,7 +119,8 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-async def _pump(pipe: IO[bytes], max_line: int, on_line: OnLine) -> None:
+async def _pump(pipe: IO[bytes], max_line: int, on_lines: OnLines) -> None:
+    """Lines without their ends, as many at a time as came together."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=_READ_BYTES)
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
@@ -127,20 +128,21 @@ async def _pump(pipe: IO[bytes], max_line: int, on_line: OnLine) -> None:
         rest = b""
         while data := await reader.read(_READ_BYTES):
             *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                on_line(line[:max_line])
             if len(rest) > max_line:
-                on_line(rest[:max_line])
+                lines.append(rest)
                 rest = b""
+            if lines:
+                on_lines([line[:max_line] for line in lines])
         if rest:
-            on_line(rest)
+            on_lines([rest])
     finally:
         transport.close()
 
 
-def _report(line: bytes, on_report: OnReport) -> None:
-    try:
-        report = decode_report(line)
-    except msgspec.MsgspecError:
-        return
-    on_report(report)
+def _report(lines: Sequence[bytes], on_report: OnReport) -> None:
+    for line in lines:
+        try:
+            report = decode_report(line)
+        except msgspec.MsgspecError:
+            continue
+        on_report(report)
