@@ -113,6 +113,7 @@ class ThreadedLoop:
         finally:
             if core is not None:
                 _close_core(core)
+            core = None  # freed now: after the next line the interpreter may be on its way out
             self._post(_resolve, self._finished, None)
 
     def _serve(self, core: EngineCore) -> None:
