@@ -56,7 +56,6 @@ class ZmqContext:
             zmq.HEARTBEAT_TIMEOUT: round(limits.silence_s * 1000),
             zmq.HEARTBEAT_TTL: round(limits.silence_s * 1000),
             zmq.HANDSHAKE_IVL: round(limits.silence_s * 1000),
-            zmq.IPV6: 1,
         }
         for option, value in options.items():
             socket.set(int(option), value)
@@ -164,6 +163,7 @@ def receive_parts(socket: RawSocket) -> list[bytes]:
 def bind(context: ZmqContext, socket: RawSocket, endpoint: str) -> str:
     """Returns the address it led to. A socket that cannot be bound is closed."""
     try:
+        _allow_ipv6(socket, endpoint)
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         context.close(socket)
@@ -176,6 +176,12 @@ def bind(context: ZmqContext, socket: RawSocket, endpoint: str) -> str:
 def connect(socket: RawSocket, endpoint: str) -> None:
     """Begin to connect. Raises `ConfigError` for what is no address."""
     try:
+        _allow_ipv6(socket, endpoint)
         socket.connect(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(f"{endpoint!r} cannot be dialled: {error}") from error
+
+
+def _allow_ipv6(socket: RawSocket, endpoint: str) -> None:
+    """Only where it is needed: it would turn IPv4 addresses into mapped ones."""
+    socket.set(int(zmq.IPV6), int(endpoint.startswith("tcp://[")))
