@@ -79,9 +79,10 @@ def build_engine(config: EngineConfig, placement: Placement, progress: ProgressS
 
 
 def _device(config: EngineConfig) -> str:
-    if config.device != "auto":
-        return config.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not cuda:
+        raise ConfigError("device is cuda, but torch sees no CUDA device here: use --device cpu")
+    return "cuda" if cuda and config.device != "cpu" else "cpu"
 
 
 def _dtype(config: EngineConfig, device: str) -> torch.dtype | None:

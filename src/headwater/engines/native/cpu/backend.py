@@ -77,7 +77,7 @@ class CpuBackend:
         self._kv_bytes = np.empty(0, dtype=np.uint8)
         self.block_size = self.num_blocks = self.block_bytes = 0
         self.kv_layout = ""
-        progress(Progress("ready", detail=f"{self.isa}, {options.threads} threads"))
+        progress(Progress("load", detail=f"{self.isa}, {options.threads} threads"))
 
     @property
     def weights_bytes(self) -> int:
