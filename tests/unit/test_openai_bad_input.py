@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headwater.frontend.openai import parse
 from headwater.frontend.openai.model import ServedModel
 from headwater.weights import ResolvedModel
 from openai_twin import Api, FakeResponder, served_demo
@@ -79,6 +80,10 @@ RAW: dict[str, tuple[bytes, str]] = {
     "nested duplicate": (
         b'{"model": "demo", "messages": [{"role": "user", "content": "a", "content": "b"}]}',
         '"content" occurs twice',
+    ),
+    "duplicate beside backslashes": (
+        rb'{"model": "demo", "messages": [{"role": "user", "content": "a\\"}], "user": "b\\", "n": 1, "n": 2}',
+        '"n" occurs twice',
     ),
     "duplicate beside quotes": (
         b'{"model": "demo", "messages": [{"role": "user", "content": "say \\"hi\\""}], "n": 1, "n": 2}',
@@ -324,6 +329,12 @@ def test_thousands_of_unknown_fields_cost_little(model: ServedModel) -> None:
 )
 def test_harmless_fields_pass_even_strictly(model: ServedModel, fields: dict[str, Any]) -> None:
     assert post(model, CHAT, chat(**fields), strict=True).status == 0
+
+
+def test_plain_bodies_are_not_read_twice(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parse, "_check_names_unique", lambda body: pytest.fail("the slow check ran"))
+    for text in ("plain", 'with "quotes"', "back\\slashes\\", 'both \\" and \\\\"', "x" * 300_000 + '"'):
+        parse._decode_object(json.dumps({"messages": [{"role": "user", "content": text}], "n": 1}).encode())
 
 
 def test_escaped_quotes_and_colons_are_no_duplicates(model: ServedModel) -> None:
