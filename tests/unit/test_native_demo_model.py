@@ -1,6 +1,7 @@
 """The real model through scheduler, executor and CPU kernels, against transformers in float32."""
 
 import hashlib
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from tokenizers import Tokenizer
 from headwater.engines.native.base import FlatBatch
 from headwater.engines.native.checkpoints import open_checkpoint
 from headwater.engines.native.cpu.backend import CpuBackend, CpuOptions
-from headwater.protocol.request import EngineRequest
+from headwater.engines.native.structured.guidance import GuidanceCompiler
+from headwater.protocol.request import EngineRequest, StructuredSpec
 from headwater.weights import ResolvedModel
 from model_fixtures import reference_logits
 
@@ -123,6 +125,42 @@ def test_a_moved_stream_continues_bit_for_bit(
     rest = Core(backend).run([moved])[4]
     assert rest.tokens == expected.tokens[40:]
     assert rest.logprobs == expected.logprobs[40:]
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def test_json_schema_outputs_always_parse_and_validate(
+    backend: CpuBackend, demo_model: ResolvedModel, tokenizer: Tokenizer
+) -> None:
+    """Hot sampling, a pool that preempts, and each stream moved once in the middle of its document."""
+    eos = demo_model.eos_token_ids
+    compiler = GuidanceCompiler(demo_model.tokenizer_json, backend.config.vocab_size, eos)
+    spec = StructuredSpec("json_schema", json.dumps(PERSON))
+    prompt = tokenizer.encode("<|im_start|>user\nDescribe a person.<|im_end|>\n<|im_start|>assistant\n").ids
+    sampling = {"max_tokens": 300, "temperature": 1.5, "structured": spec}
+    core = Core(backend, eos=eos, compiler=compiler, num_blocks=24, max_num_batched_tokens=48)
+    results = core.run([request(seed, [*prompt, 10 + seed], seed=seed, **sampling) for seed in range(8)])
+    assert core.core.load().preemptions > 0
+    for seed, result in results.items():
+        assert result.finish_reason == "stop", result
+        value = json.loads(tokenizer.decode(result.tokens))
+        assert list(value) == ["name", "age", "tags"]
+        assert len(value["name"]) <= 12
+        assert 0 <= value["age"] <= 120
+        assert set(value["tags"]) <= {"red", "green", "blue"}
+        kept = result.tokens[: len(result.tokens) // 2]
+        moved = request(seed, [*prompt, 10 + seed], kept, seed=seed, **sampling)
+        assert Core(backend, eos=eos, compiler=compiler).run([moved])[seed].tokens == result.tokens[len(kept) :]
 
 
 def all_logits(backend: CpuBackend, ids: list[int]) -> torch.Tensor:
