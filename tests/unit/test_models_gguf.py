@@ -259,6 +259,7 @@ def test_longrope_comes_as_tensors(tiny_model: Tiny, tmp_path: Path) -> None:
     [
         ("gemma3", {}, "GGUF architecture 'gemma3' is not supported.*llama, qwen2, qwen3"),
         ("llama", {"llama.expert_count": 8}, "mixture-of-experts"),
+        ("qwen2", {"qwen2.rope.scaling.type": "linear", "qwen2.rope.dimension_count": 8}, "8 rotated"),
         ("llama", {"llama.rope.dimension_count": 8}, "8 rotated"),
         ("llama", {"llama.rope.scaling.type": "magic"}, "rope scaling 'magic' is not supported"),
     ],
@@ -269,6 +270,21 @@ def test_what_cannot_be_run_is_refused(
     write_model(tmp_path / "m.gguf", tiny_model("qwen2").reference, family, metadata=metadata)
     with pytest.raises(ModelError, match=message):
         open_checkpoint(resolved(tmp_path / "m.gguf"))
+
+
+def test_heads_that_differ_by_layer_are_refused(tiny_model: Tiny, tmp_path: Path) -> None:
+    metadata = {"llama.attention.head_count_kv": [2, 2, 1]}
+    write_model(tmp_path / "m.gguf", tiny_model("llama").reference, "llama", metadata=metadata)
+    with pytest.raises(ModelError, match="head_count_kv is a list"):
+        open_checkpoint(resolved(tmp_path / "m.gguf"))
+
+
+def test_a_sliding_window_in_metadata(tiny_model: Tiny, tmp_path: Path) -> None:
+    model = tiny_model("mistral-sliding")
+    write_model(tmp_path / "m.gguf", model.reference, "llama", metadata={"llama.attention.sliding_window": 21})
+    ids = random_ids(60, 300)
+    got = run(open_checkpoint(resolved(tmp_path / "m.gguf")), ids)
+    torch.testing.assert_close(got, reference_logits(model.reference, ids), atol=1e-3, rtol=0)
 
 
 def test_a_missing_tensor_is_named(tiny_model: Tiny, tmp_path: Path) -> None:
@@ -308,7 +324,9 @@ def test_split_files_are_read_as_one(tiny_model: Tiny, tmp_path: Path) -> None:
     for number in range(2):
         metadata = {"split.count": 2, "split.no": number}
         write_model(tmp_path / f"m-0000{number + 1}-of-00002.gguf", Part(number), "llama", metadata=metadata)
-    checkpoint = open_checkpoint(resolved(tmp_path / "m-00001-of-00002.gguf"))
+    whole = resolved(tmp_path / "m-00001-of-00002.gguf")
+    assert (whole.name, len(whole.weight_files)) == ("m", 2)
+    checkpoint = open_checkpoint(whole)
     ids = random_ids(20, 300)
     torch.testing.assert_close(run(checkpoint, ids), reference_logits(model.reference, ids), atol=1e-3, rtol=0)
     with pytest.raises(ModelError, match="not the first part"):

@@ -1,5 +1,6 @@
 """From a MODEL argument to a resolved model: folders, GGUF files, names, refusals, fingerprints."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -11,9 +12,11 @@ import pytest
 
 from gguf_fixtures import write_vocabulary
 from headwater.engines.base import Progress
-from headwater.errors import ModelError
+from headwater.errors import ConfigError, ModelError
 from headwater.weights import ResolvedModel, documents, resolve
 from headwater.weights.cache import file_digest, files_digest
+from headwater.weights.catalogue import catalogue
+from headwater.weights.hub import parse_hub_id
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 10}
 TOKENIZER = b'{"model": {}}'
@@ -180,6 +183,28 @@ def test_the_nearest_names_are_offered(folder: Path, find: Find) -> None:
 def test_what_is_no_hub_id_is_not_asked_for(find: Find, model: str) -> None:
     with pytest.raises(ModelError, match="neither a file"):
         find(model)
+
+
+def test_an_installed_distribution_adds_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "house_models-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: house-models\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[headwater.models]\nhouse = house_models_of_a_test:NAMES\n")
+    (tmp_path / "house_models_of_a_test.py").write_text("NAMES = {'House-Chat': 'house/chat@v2'}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert catalogue()["house-chat"] == "house/chat@v2"
+    assert "qwen3-0.6b" in catalogue()
+    (tmp_path / "house_models_of_a_test.py").write_text("NAMES = 7\n")
+    monkeypatch.delitem(sys.modules, "house_models_of_a_test")
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=r"'house' of headwater\.models is not a mapping"):
+        catalogue()
+
+
+def test_every_catalogue_name_leads_to_a_hub_id() -> None:
+    for name, hub_id in catalogue().items():
+        assert name == name.lower()
+        assert parse_hub_id(hub_id) is not None, hub_id
 
 
 def test_two_revisions_are_refused(find: Find) -> None:

@@ -59,6 +59,12 @@ def read(file: Path) -> GgufTexts:
     )
 
 
+def model_name(file: Path) -> str:
+    """The file's name without its ending and part number, in lower case."""
+    matched = _SHARD.fullmatch(file.name)
+    return (matched["stem"] if matched else file.stem).lower()
+
+
 def is_first_shard(file: Path) -> bool:
     """Whether a model can be opened through this file: it is not split, or it is the first part."""
     matched = _SHARD.fullmatch(file.name)

@@ -115,7 +115,7 @@ def _from_gguf(file: Path, options: _Options) -> ResolvedModel:
     digest = _digest(texts.files, options)
     return ResolvedModel(
         kind="gguf",
-        name=file.stem.lower(),
+        name=gguf_texts.model_name(file),
         origin=f"file {file}",
         weight_files=texts.files,
         config={},

@@ -1,7 +1,7 @@
 """GGUF metadata -> `NativeModelConfig`, and GGUF tensor names -> Hugging Face names.
 
-GGUF calls Llama and Mistral both `llama` and stores their q and k rows interleaved for its own rotation; it has no
-sliding window for them. Llama 3's rotary scaling comes as a tensor of divisors, `rope_freqs.weight`.
+GGUF calls Llama and Mistral both `llama` and stores their q and k rows interleaved for its own rotation. Llama 3's
+rotary scaling comes as a tensor of divisors, `rope_freqs.weight`.
 """
 
 import re
@@ -81,7 +81,7 @@ def gguf_config(gguf: GgufFile, tensors: dict[str, GgufTensor], rope: GgufRope) 
         intermediate_size=fields.integer("feed_forward_length"),
         num_layers=fields.integer("block_count"),
         num_heads=num_heads,
-        num_kv_heads=gguf.integer(f"{family}.attention.head_count_kv") or num_heads,
+        num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         rms_norm_eps=_short_decimal(fields.number("attention.layer_norm_rms_epsilon")),
         rope=_rope(gguf, family, max_positions, rope),
@@ -91,6 +91,7 @@ def gguf_config(gguf: GgufFile, tensors: dict[str, GgufTensor], rope: GgufRope) 
         attention_output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        sliding_window=gguf.integer(f"{family}.attention.sliding_window"),
         torch_dtype=_PUBLISHED.get(tensors["token_embd.weight"].type.name, "float32"),
     )
 
@@ -102,10 +103,10 @@ class _Fields:
         self._gguf = gguf
         self._family = family
 
-    def integer(self, name: str) -> int:
-        value = self._gguf.integer(f"{self._family}.{name}")
-        if value is None or value < 1:
-            given = self._gguf.metadata.get(f"{self._family}.{name}")
+    def integer(self, name: str, default: int | None = None) -> int:
+        given = self._gguf.metadata.get(f"{self._family}.{name}", default)
+        value = given if isinstance(given, int) and not isinstance(given, bool) else 0
+        if value < 1:
             shown = "a list" if isinstance(given, list) else repr(given)
             raise ModelError(f"{self._gguf.path.name}: {self._family}.{name} is {shown}, not a positive number")
         return value
