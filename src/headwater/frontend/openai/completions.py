@@ -112,6 +112,7 @@ def _from_text(text: str, fields: CompletionRequest, model: ServedModel, namespa
 def _from_ids(ids: list[int] | list[str | int | list[int]], model: ServedModel, namespace: bytes, at: str) -> Prompt:
     if not ids:
         raise InvalidRequest(f"{at} is empty, expected at least one token", param=at)
+    model.limits.check_tokens(len(ids), at)
     for number, token_id in enumerate(ids):
         if not isinstance(token_id, int):
             raise InvalidRequest(f"{at}[{number}] is not a number among token ids", param=f"{at}[{number}]")

@@ -85,9 +85,10 @@ def _decode_object(body: bytes) -> Plain:
         raise _explain_malformed(body, str(error)) from error
     if not isinstance(plain, dict):
         raise InvalidRequest(f"the body is {_kind(plain)}, expected a JSON object")
-    if not _quotes_add_up(body, num_strings):
+    num_extra_quotes = _count(body, b'"') - 2 * num_strings
+    if num_extra_quotes and num_extra_quotes != _num_escaped_quotes(body):
         _check_names_unique(body)
-    if _count(body, b"\\u0000"):
+    if b"\\" in body and _count(body, b"\\u0000"):
         _check_no_nul(plain, "")
     return plain
 
@@ -102,15 +103,11 @@ def _check_counts(body: bytes) -> None:
         raise InvalidRequest(f"the body has about {commas:,} values, at most {_MAX_COMMAS:,} fit")
 
 
-def _quotes_add_up(body: bytes, num_strings: int) -> bool:
-    """Whether the strings that were decoded account for all quotes: then no name was given twice."""
+def _num_escaped_quotes(body: bytes) -> int:
+    """Those inside of strings; -1 where finding out would take longer than reading the body again."""
     if b"\\\\" not in body:
-        escaped = _count(body, b'\\"')
-    elif len(body) <= _SLICE_BYTES:
-        escaped = _ESCAPES.findall(body).count(b'\\"')
-    else:
-        return False
-    return _count(body, b'"') - escaped == 2 * num_strings
+        return _count(body, b'\\"')
+    return _ESCAPES.findall(body).count(b'\\"') if len(body) <= _SLICE_BYTES else -1
 
 
 def _count(body: bytes, needle: bytes) -> int:
@@ -142,7 +139,7 @@ def _count_strings(value: Any, depth: int) -> int:
 
 
 def _check_names_unique(body: bytes) -> None:
-    """Slow and exact."""
+    """Slow and exact; called when quotes are not accounted for by strings and escapes."""
 
     def unique(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()

@@ -83,15 +83,19 @@ class PromptLimits:
     def prompt(self, ids: bytes, namespace: bytes, text: str | None = None) -> Prompt:
         return Prompt(ids, chain_block_ids(namespace, ids, self.block_size), namespace, text)
 
-    def fit_max_tokens(self, num_prompt_tokens: int, max_tokens: int | None, default: int | None, param: str) -> int:
-        """How many tokens may be generated: as asked, else `default` (None: all that fit)."""
-        room = self.max_model_len - num_prompt_tokens
-        if room < 1:
+    def check_tokens(self, num_prompt_tokens: int, param: str) -> None:
+        """Refuse a prompt that leaves no room for an answer."""
+        if num_prompt_tokens >= self.max_model_len:
             raise ContextTooLong(
                 f"the prompt has {num_prompt_tokens:,} tokens, the model's context is {self.max_model_len:,}: "
                 f"at most {self.max_model_len - 1:,} prompt tokens leave room for an answer",
                 param=param,
             )
+
+    def fit_max_tokens(self, num_prompt_tokens: int, max_tokens: int | None, default: int | None, param: str) -> int:
+        """How many tokens may be generated: as asked, else `default` (None: all that fit)."""
+        self.check_tokens(num_prompt_tokens, param)
+        room = self.max_model_len - num_prompt_tokens
         if max_tokens is None:
             return room if default is None else min(default, room)
         if max_tokens > room:
