@@ -244,3 +244,26 @@ def test_hostile_grammars_end_in_bounded_work(compiler: GuidanceCompiler, vocab_
                 constraint.advance([choices[len(choices) // 2]])
         except (InvalidRequest, DeadEndError):
             continue
+
+
+def test_large_lists_and_schemas_work(compiler: GuidanceCompiler, tokenizer: Tokenizer, vocab_size: int) -> None:
+    choices = [f"choice {number}" for number in range(5000)]
+    generator = np.random.default_rng(0)
+    constraint = compiler.compile(StructuredSpec("choice", json.dumps(choices)))
+    assert tokenizer.decode(generate(constraint, vocab_size, generator)) in choices
+    schema = {"type": "object", "properties": {f"property_{number}": {"type": "null"} for number in range(2000)}}
+    constraint = compiler.compile(StructuredSpec("json_schema", json.dumps(schema)))
+    constraint.advance(tokenizer.encode('{"property_1999": ').ids)
+    assert tokenizer.encode("n").ids[0] in allowed(constraint, vocab_size)
+
+
+def test_the_cache_is_bounded_and_keeps_what_is_used(compiler: GuidanceCompiler) -> None:
+    often = StructuredSpec("regex", "often+")
+    for number in range(600):
+        compiler.compile(StructuredSpec("regex", f"once{number}"))
+        compiler.compile(often)
+    kept = compiler._compiled
+    assert often in kept
+    assert 100 < len(kept) < 300
+    assert StructuredSpec("regex", "once599") in kept
+    assert StructuredSpec("regex", "once0") not in kept

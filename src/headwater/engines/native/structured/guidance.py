@@ -19,7 +19,14 @@ from headwater.errors import InvalidRequest
 from headwater.protocol.request import StructuredKind, StructuredSpec
 
 MAX_SPEC_BYTES = 128 * 1024
-_CACHED_GRAMMARS = 256
+_CACHED_SPEC_BYTES = 1024 * 1024
+"""Compiled grammars are kept while their specifications together are no longer than this."""
+_ENTRY_BYTES = 4096
+"""Counted for each beside its length, so that many short ones do not pile up either."""
+_MAX_LEXER_STATES = 25_000
+"""Of one sequence, 1 to 2 kB each: hostile expressions could fill the memory with the library's own limit."""
+_MAX_ROW_ITEMS = 20_000
+"""Lets through schemas with thousands of properties; the work per step has a limit of its own."""
 _MESSAGE_CHARS = 500
 _FIELDS: dict[StructuredKind, str] = {
     "json_object": "response_format",
@@ -41,22 +48,30 @@ class GuidanceCompiler:
         self._tokenizer = LLTokenizer(
             tokenizer_json.decode(), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
         )
-        self._limits = LLParserLimits(verbose_errors=False)
+        self._limits = LLParserLimits(
+            verbose_errors=False, max_lexer_states=_MAX_LEXER_STATES, max_items_in_row=_MAX_ROW_ITEMS
+        )
         self._vocab_size = vocab_size
         self._has_end = bool(eos_token_ids)
         self._bounds_by_byte = _bounds_by_byte()
         self._compiled: OrderedDict[StructuredSpec, LLMatcher] = OrderedDict()
+        self._cached_bytes = 0
 
     def compile(self, spec: StructuredSpec) -> "GuidanceConstraint":
         matcher = self._compiled.get(spec)
         if matcher is None:
             matcher = self._compile(spec)
-            self._compiled[spec] = matcher
-            if len(self._compiled) > _CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
+            self._keep(spec, matcher)
         else:
             self._compiled.move_to_end(spec)
         return GuidanceConstraint(matcher.deep_copy(), self._vocab_size, self._bounds_by_byte)
+
+    def _keep(self, spec: StructuredSpec, matcher: LLMatcher) -> None:
+        self._compiled[spec] = matcher
+        self._cached_bytes += _cached_bytes(spec)
+        while self._cached_bytes > _CACHED_SPEC_BYTES:
+            oldest, _ = self._compiled.popitem(last=False)
+            self._cached_bytes -= _cached_bytes(oldest)
 
     def _compile(self, spec: StructuredSpec) -> LLMatcher:
         if not self._has_end:
@@ -69,6 +84,8 @@ class GuidanceCompiler:
         except (ValueError, RecursionError) as error:
             raise _refusal(spec, str(error)) from error
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some limits show only now
         if matcher.is_error():
             raise _refusal(spec, matcher.get_error())
         return matcher
@@ -134,7 +151,11 @@ def _choice_grammar(spec: str) -> str:
     choices = json.loads(spec)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise ValueError("choices must be a list of one or more strings")
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def _cached_bytes(spec: StructuredSpec) -> int:
+    return len(spec.spec) + _ENTRY_BYTES
 
 
 def _lark(text: str) -> str:
@@ -151,5 +172,5 @@ def _refusal(spec: StructuredSpec, reason: str) -> InvalidRequest:
 
 
 def _shorten(message: str) -> str:
-    message = message.split("<state>", 1)[0].strip()
+    message = message.removesuffix("<non-verbose/>").strip()
     return message if len(message) <= _MESSAGE_CHARS else message[:_MESSAGE_CHARS] + " ..."
