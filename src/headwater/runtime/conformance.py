@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import uvloop
+
 CHECK_TIMEOUT_S = 30.0
 _SETTLE_S = 5.0
 
@@ -27,13 +29,19 @@ def on_loop(
 
 
 def run_leak_checked(check: Coroutine[Any, Any, None]) -> None:
-    """Run to the end and compare what the process holds before and after."""
+    """Run to the end, on the kind of loop that serves, and compare what the process holds before and after."""
+    _run(asyncio.sleep(0))  # the first loop of a process opens descriptors that stay
     before = _held()
-    asyncio.run(_without_leftover_tasks(check))
+    _run(_without_leftover_tasks(check))
     deadline = time.monotonic() + _SETTLE_S
     while (left := _held() - before) and time.monotonic() < deadline:
         time.sleep(0.005)
     assert not left, f"left behind: {sorted(left)}"
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work)
 
 
 async def _without_leftover_tasks(check: Coroutine[Any, Any, None]) -> None:

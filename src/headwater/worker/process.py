@@ -11,10 +11,11 @@ import resource
 import secrets
 import signal
 from collections.abc import Callable
+from pathlib import PurePath
 
 import uvloop
 
-from headwater.config.schema import ServeConfig
+from headwater.config.schema import EngineConfig, ServeConfig
 from headwater.engines.base import Engine, Placement, Progress, ProgressSink
 from headwater.engines.registry import create_engine
 from headwater.errors import ConfigError
@@ -29,8 +30,7 @@ EXIT_HURRIED = 128 + signal.SIGTERM
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _DESCRIPTORS = 16384
 
-MakeEngine = Callable[[ServeConfig, int, int], Engine]
-"""(configuration, worker index, number of workers on this host)"""
+MakeEngine = Callable[[EngineConfig, Placement], Engine]
 
 
 def worker_main(
@@ -38,7 +38,8 @@ def worker_main(
 ) -> int:
     """`run_worker` as a whole process. Ends the process itself when a thread may still be loading or computing."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        shell = runner.run(_run(config, _make_engine(config, worker_index, num_workers), worker_index, progress))
+        engine = create_engine(config.engine, Placement(worker_index, num_workers))
+        shell = runner.run(_run(config, engine, worker_index, progress))
         code = _exit_code(shell)
         if shell.abandoned:
             logging.shutdown()
@@ -52,10 +53,10 @@ async def run_worker(
     worker_index: int,
     num_workers: int,
     progress: ProgressSink | None = None,
-    make_engine: MakeEngine | None = None,
+    make_engine: MakeEngine = create_engine,
 ) -> int:
     """Serve until told to stop; returns the exit code. Raises `ConfigError`, `ModelError`, `EngineFailed`."""
-    engine = (make_engine or _make_engine)(config, worker_index, num_workers)
+    engine = make_engine(config.engine, Placement(worker_index, num_workers))
     return _exit_code(await _run(config, engine, worker_index, progress))
 
 
@@ -90,16 +91,12 @@ def log_progress(progress: Progress) -> None:
     _log.info("%s%s %s", progress.phase, amount, progress.detail)
 
 
-def _make_engine(config: ServeConfig, worker_index: int, num_workers: int) -> Engine:
-    return create_engine(config.engine, Placement(worker_index, num_workers))
-
-
 def _shell_config(config: ServeConfig, worker_index: int) -> ShellConfig:
     engine = config.engine
     return ShellConfig(
         worker_id=f"worker-{worker_index}-{secrets.token_hex(4)}",
         engine=engine.engine,
-        served_name=engine.served_model_name[0] if engine.served_model_name else engine.model or "",
+        served_name=engine.served_model_name[0] if engine.served_model_name else PurePath(engine.model or "").name,
         drain_timeout_s=config.runtime.drain_timeout,
     )
 
