@@ -235,6 +235,7 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str | None, str]] = [
     (completion(prompt={"a": 1}), "prompt", "expected a string or an array"),
     (completion(logprobs=True), "logprobs", "logprobs is true, expected an integer"),
     (completion(logprobs=21), "logprobs", "expected an integer <= 20"),
+    (completion(echo=True, logprobs=1), "echo", "log probabilities of the prompt"),
     (completion(suffix="x"), "suffix", "insertion is not offered"),
     (completion(best_of=2), "best_of", "use n"),
     (completion(prompt=[5] * 8000, max_tokens=500), "prompt", "at most 7,692 prompt tokens, or max_tokens at most 192"),

@@ -489,7 +489,12 @@ def test_a_long_wait_is_kept_alive_with_comments(model: ServedModel, monkeypatch
         responder = await api.post(PATH, chat(stream=True))
         assert not responder.status, "no status before there is something to say"
         await _until(lambda: len(responder.writes) >= 2)
-        say("x")(api)
+        silent = len(responder.writes)
+        for _ in range(40):
+            say(" x", finish=None)(api)
+            await asyncio.sleep(0.002)
+        assert b"keep-alive" not in b"".join(responder.writes[silent + 1 :]), "not while tokens flow"
+        say(" x")(api)
         count = len(responder.writes)
         await asyncio.sleep(0.06)
         assert len(responder.writes) == count, "nothing after the end"
@@ -497,7 +502,7 @@ def test_a_long_wait_is_kept_alive_with_comments(model: ServedModel, monkeypatch
 
     responder = asyncio.run(run())
     assert responder.body.startswith(b": keep-alive\n\n: keep-alive\n\n")
-    assert responder.text() == "x"
+    assert responder.text() == " x" * 41
 
 
 async def _until(condition: Callable[[], bool]) -> None:

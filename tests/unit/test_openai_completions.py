@@ -128,7 +128,7 @@ def test_logprobs_and_offsets(model: ServedModel, stream: bool) -> None:
             api.dispatcher.emit(1, [token_id], logprobs=[entry])
         api.dispatcher.emit(1, [], "length")
 
-    _, responder = play(model, completion(prompt="ab", echo=True, logprobs=2, stream=stream), script)
+    _, responder = play(model, completion(logprobs=2, stream=stream), script)
     events = responder.events()[:-1] if stream else [responder.json()]
     merged: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for event in events:
@@ -137,8 +137,8 @@ def test_logprobs_and_offsets(model: ServedModel, stream: bool) -> None:
     assert len(merged["tokens"]) == len(ids)
     assert merged["tokens"][0] == " one"
     assert merged["token_logprobs"] == [-1.5] * len(ids)
-    assert merged["text_offset"][:2] == [2, 6]
-    assert merged["text_offset"][-1] == len("ab one 🜲")
+    assert merged["text_offset"][:2] == [0, 4]
+    assert merged["text_offset"][-1] == len(" one 🜲")
     assert merged["top_logprobs"][0] == {model.token_text(28): -0.5, model.token_text(30): -1.0, " one": -1.5}
 
 

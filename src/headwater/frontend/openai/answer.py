@@ -24,7 +24,7 @@ from headwater.frontend.postprocess.detokenize import ByteDetokenizer
 from headwater.frontend.postprocess.sequence import Delta, SequenceText
 from headwater.frontend.preprocess.tokenizer import unpack_ids
 
-KEEPALIVE_S = 10.0
+KEEPALIVE_S = 5.0
 """Silence after which a stream says that it is alive (and commits to status 200)."""
 
 _STREAM_HEADERS: Headers = (
@@ -178,7 +178,8 @@ class StreamAnswer(Answer):
         super().__init__(generation, responder, around, since)
         self._started = False
         self._opened = [False] * generation.num_choices
-        self._spoke_at = since
+        self._num_tokens_seen = 0
+        """As of the last look for silence."""
         self._keepalive: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
@@ -237,8 +238,11 @@ class StreamAnswer(Answer):
         self._responder.finish()
 
     def _keep_alive(self) -> None:
-        """A comment that clients skip, so that proxies do not take a long wait for a dead connection."""
-        self.write(_KEEPALIVE)
+        """A comment that clients skip, so that proxies do not take a long silence for a dead connection."""
+        num_tokens = sum(sink.text.num_tokens for sink in self._sinks)
+        if num_tokens == self._num_tokens_seen:
+            self.write(_KEEPALIVE)
+        self._num_tokens_seen = num_tokens
         self._keepalive = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._keep_alive)
 
     def _annotations(self) -> bytes:

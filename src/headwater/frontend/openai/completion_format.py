@@ -31,8 +31,7 @@ class CompletionOptions:
 
 
 class CompletionFormat:
-    def __init__(self, head: Head, options: CompletionOptions, logprobs: Sequence[LogprobWriter]) -> None:
-        """`logprobs`: one writer per prompt, or none."""
+    def __init__(self, head: Head, options: CompletionOptions, logprobs: LogprobWriter | None) -> None:
         self._head = head
         self._options = options
         self._logprobs = logprobs
@@ -46,7 +45,7 @@ class CompletionFormat:
         return _event(self._answer([entry], None, None))
 
     def frame(self, choice: int) -> tuple[bytes, bytes] | None:
-        if not self._options.plain or self._logprobs:
+        if not self._options.plain or self._logprobs is not None:
             return None
         mark = "\u27e8text\u27e9"
         event = _event(self._answer([CompletionChoice(choice, mark, None, None)], None, None))
@@ -57,7 +56,7 @@ class CompletionFormat:
         finish = delta.finish_reason
         if not delta.text and finish is None and not delta.logged and not (self._options.token_ids and delta.token_ids):
             return b""
-        entry = CompletionChoice(choice, delta.text, self._completion_logprobs(choice, delta), finish)
+        entry = CompletionChoice(choice, delta.text, self._completion_logprobs(delta), finish)
         if finish is not None:
             entry.stop_reason = delta.stop_reason
         if self._options.token_ids:
@@ -77,7 +76,7 @@ class CompletionFormat:
         entry = CompletionChoice(
             index=index,
             text=self._echo(index) + delta.text,
-            logprobs=self._completion_logprobs(index, delta),
+            logprobs=self._completion_logprobs(delta),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
@@ -95,11 +94,10 @@ class CompletionFormat:
         if ids is not None:
             entry.prompt_token_ids = ids[entry.index // self._options.choices_per_prompt]
 
-    def _completion_logprobs(self, choice: int, delta: Delta) -> CompletionLogprobs | None:
-        if not self._logprobs:
+    def _completion_logprobs(self, delta: Delta) -> CompletionLogprobs | None:
+        if self._logprobs is None:
             return None
-        writer = self._logprobs[choice // self._options.choices_per_prompt]
-        return writer.completion(delta.logged, self._options.num_top_logprobs)
+        return self._logprobs.completion(delta.logged, self._options.num_top_logprobs)
 
     def _answer(
         self, choices: list[CompletionChoice], usage: Usage | None, extension: Extension | None

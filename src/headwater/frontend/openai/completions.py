@@ -33,6 +33,7 @@ def prepare_completion(body: bytes, models: ModelLookup, asker: Asker, *, strict
     model = models.get(fields.model)
     options = stream_options(fields)
     structured = structured_spec(fields)
+    logprobs = _logprob_writer(fields, model)
     choices = fields.n or 1
     prompts = _prompts(fields, model)
     if len(prompts) * choices > MAX_PROMPTS:
@@ -68,7 +69,7 @@ def prepare_completion(body: bytes, models: ModelLookup, asker: Asker, *, strict
                 num_top_logprobs=fields.logprobs or 0,
                 plain=not (options.continuous_usage_stats or fields.return_token_ids or nvext.extra_fields),
             ),
-            _logprob_writers(fields, model, prompts, echo),
+            logprobs,
         ),
         stream=bool(fields.stream),
         stream_options=options,
@@ -130,13 +131,12 @@ def _text_of(prompt: Prompt, model: ServedModel) -> str:
     return model.tokenizer.decode(unpack_ids(prompt.ids), skip_special_tokens=False)
 
 
-def _logprob_writers(
-    fields: CompletionRequest, model: ServedModel, prompts: list[Prompt], echo: list[str] | None
-) -> list[LogprobWriter]:
+def _logprob_writer(fields: CompletionRequest, model: ServedModel) -> LogprobWriter | None:
     if fields.logprobs is None:
-        return []
-    as_ids = bool(fields.return_tokens_as_token_ids)
-    return [
-        LogprobWriter(model, as_token_ids=as_ids, first_offset=len(echo[number]) if echo is not None else 0)
-        for number in range(len(prompts))
-    ]
+        return None
+    if fields.echo:
+        raise InvalidRequest(
+            "echo with logprobs asks for log probabilities of the prompt; they are given for generated tokens only",
+            param="echo",
+        )
+    return LogprobWriter(model, as_token_ids=bool(fields.return_tokens_as_token_ids))

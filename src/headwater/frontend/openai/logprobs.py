@@ -13,11 +13,9 @@ _LEAST = -9999.0
 class LogprobWriter:
     """Spells tokens for one request."""
 
-    def __init__(self, model: ServedModel, *, as_token_ids: bool, first_offset: int = 0) -> None:
-        """`first_offset`: characters of echoed prompt before the generated text."""
+    def __init__(self, model: ServedModel, *, as_token_ids: bool) -> None:
         self._model = model
         self._as_token_ids = as_token_ids
-        self._first_offset = first_offset
 
     def chat(self, logged: Sequence[LoggedToken]) -> ChatLogprobs:
         return ChatLogprobs([self._entry(token) for token in logged])
@@ -27,7 +25,7 @@ class LogprobWriter:
             tokens=[self._spell(token.token_id) for token in logged],
             token_logprobs=[_finite(token.logprobs.logprob) for token in logged],
             top_logprobs=[self._top_by_text(token) for token in logged] if num_top else None,
-            text_offset=[self._first_offset + token.offset for token in logged],
+            text_offset=[token.offset for token in logged],
         )
 
     def _entry(self, token: LoggedToken) -> TokenLogprob:

@@ -154,8 +154,8 @@ class _Api:
         return handle
 
     def list_models(self, _request: HttpRequest, responder: Responder) -> None:
-        data = [_describe(model, name) for model in self._models.all() for name in model.card.served_names]
-        responder.send(200, (JSON,), _encode(ModelList("list", data)))
+        by_name = {name: _describe(model, name) for model in self._models.all() for name in model.card.served_names}
+        responder.send(200, (JSON,), _encode(ModelList("list", list(by_name.values()))))
 
     def show_model(self, request: HttpRequest, responder: Responder) -> None:
         name = request.path_params.get("model", "")
