@@ -85,6 +85,10 @@ def test_refusals_are_answered_at_once_and_leave_nothing() -> None:
     assert empty.param == "prompt"
     assert executor.known == [1, 4]
     core.check()
+    streams = set()
+    while core.has_work:
+        streams |= {output.stream for output in core.step().outputs}
+    assert streams == {1, 4}
 
 
 def test_abort_releases_and_is_reported_by_the_next_step() -> None:

@@ -132,8 +132,8 @@ def test_close_leaves_a_stuck_executor_behind(caplog: pytest.LogCaptureFixture) 
     async def check() -> None:
         owner, loop, executor = Owner(), ThreadedLoop(), Executor(gate=gate)
         await loop.start(building(executor), owner.progress.append, owner)
-        loop.submit([request(1, [5])])
-        await until(lambda: bool(executor.threads))
+        loop.submit([request(1, [5], 1)])
+        await until(lambda: bool(executor.plans) or bool(executor.threads))
         await loop.close(0.05)
         await loop.close(0.05)
         assert "left behind after 0.1 s" in caplog.text

@@ -99,7 +99,7 @@ def test_decodes_go_first_and_prefill_fills_the_rest_in_chunks_of_whole_blocks()
     run = Run(max_num_seqs=4, max_num_batched_tokens=14)
     run.add(request(1, [1] * 3, 20))
     run.step()
-    run.add(request(2, [3] * 30, 5), request(3, [4] * 9, 5))
+    run.add(request(2, [3] * 30, 5), request(3, [4] * 20, 5))
     plan = run.step()
     assert plan is not None
     assert plan.num_decode == 1
@@ -175,10 +175,21 @@ def test_siblings_compute_their_prefix_once() -> None:
 
 def test_a_sibling_waits_only_for_what_it_shares() -> None:
     run = Run(max_num_batched_tokens=24, num_blocks=400)
-    run.add(request(1, [5] * 8 + [6] * 60, 1), request(2, [5] * 8 + [7] * 4, 1))
+    run.add(request(1, [5] * 8 + [6] * 80, 1), request(2, [5] * 8 + [7] * 4, 1))
     assert prompt_of(run.step()) == {1: 24}
-    run.scheduler.abort([1])
-    assert prompt_of(run.step()) == {2: 4}
+    assert prompt_of(run.step()) == {1: 20, 2: 4}
+    drain(run)
+
+
+def test_a_sibling_does_not_wait_for_a_leader_that_stands_still() -> None:
+    run = Run(max_num_batched_tokens=24, num_blocks=400)
+    run.add(request(1, [4] * 40, 1), request(2, [5] * 20 + [6] * 20, 1))
+    assert prompt_of(run.step()) == {1: 24}
+    assert prompt_of(run.step()) == {1: 16, 2: 8}
+    run.add(request(0, [9] * 60, 1, priority=1))
+    assert prompt_of(run.step()) == {0: 24}
+    run.add(request(3, [5] * 20 + [7], 1))
+    assert prompt_of(run.step()) == {0: 12, 3: 12}
     drain(run)
 
 
@@ -208,10 +219,18 @@ def test_priority_goes_first_then_arrival() -> None:
 def test_a_long_prompt_lends_half_of_the_step_to_short_ones() -> None:
     run = Run(max_num_seqs=6, max_num_batched_tokens=32, num_blocks=100)
     run.add(request(1, [3] * 90, 2), request(2, [4] * 50, 2), request(3, [5] * 10, 2), request(4, [6] * 7, 2))
-    assert prompt_of(run.step()) == {1: 20, 3: 10}
-    assert prompt_of(run.step()) == {3: 1, 1: 24, 4: 7}
+    assert prompt_of(run.step()) == {1: 16, 3: 10, 4: 4}
+    assert prompt_of(run.step()) == {3: 1, 1: 28, 4: 3}
     assert prompt_of(run.step()) == {4: 1, 1: 28}
     assert prompt_of(run.step()) == {1: 18, 2: 12}
+    drain(run)
+
+
+def test_a_prompt_of_half_the_length_borrows_over_several_steps_and_lends_on() -> None:
+    run = Run(max_num_seqs=6, max_num_batched_tokens=32, num_blocks=100)
+    run.add(request(1, [3] * 90, 1), request(2, [4] * 44, 1), request(3, [5] * 8, 1))
+    assert prompt_of(run.step()) == {1: 16, 2: 8, 3: 8}
+    assert prompt_of(run.step()) == {1: 16, 2: 16}
     drain(run)
 
 
@@ -249,6 +268,17 @@ def test_when_blocks_run_out_the_most_junior_is_preempted_and_its_output_stays_t
     for one in requests:
         assert (run.tokens(one.stream), run.reason(one.stream)) == expected_tokens(one, run.limits)
     assert [run.outputs[stream][-1].finish_reason for stream in (1, 2, 3)] == ["length"] * 3
+
+
+def test_a_junior_that_prefills_gives_way_to_a_senior_that_decodes() -> None:
+    run = Run(num_blocks=20, max_num_seqs=2, max_num_batched_tokens=6)
+    senior = run.scheduler.add(request(1, [1] * 4, 30), 0.0)
+    run.step()
+    junior = run.scheduler.add(request(2, [2] * 64, 1), 0.0)
+    while not junior.num_preemptions:
+        assert run.step() is not None
+    assert (senior.num_preemptions, run.reason(1)) == (0, None)
+    drain(run)
 
 
 def test_the_most_senior_is_never_preempted() -> None:
@@ -497,11 +527,11 @@ def test_a_stream_is_open_once() -> None:
 
 def test_load_counts_what_is_left_to_do() -> None:
     run = Run(max_num_batched_tokens=16, max_num_seqs=2)
-    run.add(request(1, [1] * 30, 3), request(2, [2] * 9, 3), request(3, [3] * 9, 3))
-    assert run.scheduler.load().waiting_prefill_tokens == 48
+    run.add(request(1, [1] * 30, 3), request(2, [2] * 16, 3), request(3, [3] * 16, 3))
+    assert run.scheduler.load().waiting_prefill_tokens == 62
     run.step()
     load = run.scheduler.load()
-    assert (load.num_running, load.num_waiting, load.waiting_prefill_tokens) == (1, 2, 32)
+    assert (load.num_running, load.num_waiting, load.waiting_prefill_tokens) == (1, 2, 46)
     assert (load.kv_blocks_total, load.kv_blocks_free, load.steps) == (40, 32, 1)
     run.step()
     (first, second) = run.scheduler.report().timings

@@ -145,7 +145,8 @@ class ThreadedLoop:
 
     def _deliver(self, outcome: StepOutcome) -> None:
         while not self._slots.acquire(timeout=_HEARTBEAT_S):
-            if self._closing.is_set():
+            if self._closing.is_set() or self._loop.is_closed():
+                self._closing.set()
                 return
         self._post(self._on_outcome, outcome)
 

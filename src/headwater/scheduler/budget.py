@@ -1,8 +1,9 @@
-"""How the prefill tokens of one step are shared: first come first served, but a long prompt lends.
+"""How the prefill tokens of one step are shared: first come first served, but long prompts lend to short ones.
 
-The most senior prompt that cannot finish in this step is the long one. It lends up to half of its tokens to juniors
-that do finish with them, and gets back what they leave. So a short prompt does not wait for a long one to end, a long
-one is at most half as fast for it, and prompts that are all long go one after the other. Parts end at block borders.
+A prompt that cannot finish in this step lends half of its tokens to juniors that finish with them, or that have at
+most half as much left to compute as it has; such a junior lends on in the same way. What nobody borrows stays with
+the last who lent it. So a short prompt does not wait for a long one to end, a long one is at most half as fast for it,
+and prompts of a length go one after the other. Parts end at block borders.
 """
 
 from headwater.scheduler.entry import Entry
@@ -17,33 +18,37 @@ class PrefillBudget:
     def __init__(self, num_tokens: int, block_size: int) -> None:
         self._left = num_tokens
         """For those who come next."""
-        self._withheld = 0
-        """Kept for the long one."""
+        self.num_refused = 0
         self._block_size = block_size
         self._shares: list[Prefill] = []
-        self._long: int | None = None
+        self._lender: int | None = None
+        """Place of the most junior one that does not finish."""
+        self._most_remaining: float = float("inf")
+        """What a borrower that does not finish may have left to compute."""
 
     def offer(self, num_remaining: int) -> int:
         """Tokens for a sequence that has so many left to compute; 0: none in this step."""
         if num_remaining <= self._left:
             return num_remaining
-        return self._whole_blocks(self._left) if self._long is None else 0
+        num_tokens = self._whole_blocks(self._left) if num_remaining <= self._most_remaining else 0
+        if not num_tokens:
+            self.num_refused += 1
+        return num_tokens
 
     def take(self, entry: Entry, num_tokens: int, num_remaining: int) -> None:
         """Accept an offer."""
         if num_tokens < num_remaining:
-            self._long = len(self._shares)
-            self._withheld = num_tokens - self._whole_blocks(num_tokens // 2)
-            self._left -= self._withheld
-        else:
-            self._left -= num_tokens
+            num_tokens -= self._whole_blocks(num_tokens // 2)
+            self._lender = len(self._shares)
+            self._most_remaining = num_remaining / 2
+        self._left -= num_tokens
         self._shares.append((entry, num_tokens))
 
     def shares(self) -> list[Prefill]:
-        """What was taken, the long one's share being what the others left."""
-        if self._long is not None:
-            entry, _ = self._shares[self._long]
-            self._shares[self._long] = (entry, self._withheld + self._whole_blocks(self._left))
+        """What everyone gets."""
+        if self._lender is not None:
+            entry, num_tokens = self._shares[self._lender]
+            self._shares[self._lender] = (entry, num_tokens + self._whole_blocks(self._left))
         return self._shares
 
     def _whole_blocks(self, num_tokens: int) -> int:

@@ -18,7 +18,7 @@ class RankedEntries:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)
 
-    def first(self, count: int) -> list[Entry]:
+    def first(self, count: int | None = None) -> list[Entry]:
         """The most senior ones, as a copy."""
         return self._entries[:count]
 

@@ -15,6 +15,7 @@
 """
 
 from collections.abc import Collection, Iterator
+from heapq import merge
 from itertools import repeat
 
 from headwater.errors import DeadlineExceeded, EngineFailed, HeadwaterError, InternalError, Overloaded
@@ -22,7 +23,7 @@ from headwater.kv.pool import BlockEvent, PrefixMatch
 from headwater.protocol.events import BlocksStored, LoadReport
 from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput, TokenLogprobs
 from headwater.scheduler.budget import Prefill, PrefillBudget
-from headwater.scheduler.entry import Entry, State, new_entry
+from headwater.scheduler.entry import Entry, State, new_entry, seniority
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.scheduler.meter import Meter
 from headwater.scheduler.plan import Sequence, Slice, StepPlan, StepResult
@@ -184,26 +185,31 @@ class Scheduler:
         return True
 
     def _choose_prefills(self, num_tokens: int) -> list[Prefill]:
-        """Who prefills how many tokens: those that run, then waiting ones until the most senior does not fit."""
+        """Who prefills how many tokens, those that run and those that start, in order of seniority."""
         budget = PrefillBudget(num_tokens, self._block_size)
-        for entry in self._roster.prefilling:
-            self._take(budget, entry, entry.num_tokens - entry.num_computed_tokens)
-        passed = 0
-        for entry in self._roster.waiting.first(_LOOKAHEAD):
-            if self._roster.num_running >= self._limits.max_num_seqs or passed > _MAX_PASSED:
-                break
-            match = self._match(entry)
-            if match is None:
-                continue
-            if not self._fits(entry, match):
-                break
-            num_remaining = entry.num_tokens - len(match.blocks) * self._block_size
-            if budget.offer(num_remaining):
-                self._start(entry, match)
-                self._take(budget, entry, num_remaining)
-            else:
-                passed += 1
+        roster = self._roster
+        admitting = True
+        for entry in merge(roster.prefilling.first(), roster.waiting.first(_LOOKAHEAD), key=seniority):
+            if entry.state is State.PREFILLING:
+                self._take(budget, entry, entry.num_tokens - entry.num_computed_tokens)
+            elif admitting:
+                admitting = self._admit(budget, entry)
         return budget.shares()
+
+    def _admit(self, budget: PrefillBudget, entry: Entry) -> bool:
+        """Start a waiting sequence if it may start now. False: nobody after it may."""
+        if self._roster.num_running >= self._limits.max_num_seqs or budget.num_refused > _MAX_PASSED:
+            return False
+        match = self._match(entry)
+        if match is None:
+            return True
+        if not self._fits(entry, match):
+            return False
+        num_remaining = entry.num_tokens - len(match.blocks) * self._block_size
+        if budget.offer(num_remaining):
+            self._start(entry, match)
+            self._take(budget, entry, num_remaining)
+        return True
 
     def _take(self, budget: PrefillBudget, entry: Entry, num_remaining: int) -> None:
         num_tokens = budget.offer(num_remaining)

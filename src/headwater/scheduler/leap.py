@@ -1,0 +1,56 @@
+"""Many decode steps at once, for virtual time.
+
+While nothing waits, nothing prefills and no sequence ends, fills a block or may stop, single steps differ only in the
+tokens they append. `leap` does so many of them in one go, with the state that single steps would have left (a test
+holds the two against each other).
+"""
+
+from array import array
+
+from headwater.errors import InternalError
+from headwater.scheduler.plan import StepPlan
+from headwater.scheduler.scheduler import Scheduler
+
+
+class LeapingScheduler(Scheduler):
+    """The production scheduler, able to leap."""
+
+    def leap_limit(self) -> int:
+        """How many steps can be taken at once; 0 when the next one has to be scheduled."""
+        roster = self._roster
+        if self._plan is not None or roster.waiting or roster.prefilling or not roster.decoding:
+            return 0
+        if self._outputs or self._next_deadline != float("inf"):
+            return 0
+        block_size = self._block_size
+        return min(
+            [
+                min(
+                    entry.max_total_tokens - entry.num_tokens - 1,
+                    block_size - 1 - entry.num_computed_tokens % block_size,
+                    entry.num_slots - entry.num_computed_tokens,
+                )
+                for entry in roster.decoding
+            ]
+        )
+
+    def leap_plan(self, steps: int) -> StepPlan:
+        """The mean step of a leap, for its duration; it has no slices."""
+        entries = list(self._roster.decoding)
+        first = sum([entry.num_tokens for entry in entries])
+        context = first + (len(entries) * (steps - 1)) // 2
+        return StepPlan((), len(entries), 0, 0, context)
+
+    def leap(self, steps: int, token_id: int, step_ms: float) -> None:
+        """Take `steps` steps that each draw `token_id`, an ordinary token."""
+        if steps > self.leap_limit():
+            raise InternalError(f"a leap of {steps} steps where {self.leap_limit()} are possible")
+        tokens = array("I", [token_id]) * steps
+        entries = list(self._roster.decoding)
+        plan = self.leap_plan(steps)
+        for entry in entries:
+            entry.token_ids.extend(tokens)
+            entry.num_computed_tokens += steps
+        self._meter.generated_tokens += steps * len(entries)
+        self._meter.note_step(plan, step_ms)
+        self._meter.steps += steps - 1
