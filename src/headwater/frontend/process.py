@@ -160,7 +160,16 @@ async def run_frontend(
     _allow_connections(config.frontend.max_connections)
     planes = ZmqPlanes(parse_bind(config.runtime.bind))
     registry = open_registry(config.runtime.registry)
-    frontend = Frontend(config, planes, registry, cache_folder=default_cache_folder(), on_built=settle_memory)
+    try:
+        frontend = Frontend(config, planes, registry, cache_folder=default_cache_folder(), on_built=settle_memory)
+        await _serve(frontend, config, share_port, on_listening)
+    finally:
+        await registry.close()
+        await planes.close()
+    return 0
+
+
+async def _serve(frontend: Frontend, config: ServeConfig, share_port: bool, on_listening: OnListening | None) -> None:
     stop = _stop_signals()
     try:
         port = await frontend.start(share_port=share_port)
@@ -174,9 +183,6 @@ async def run_frontend(
         await _drain(frontend, stop, config.runtime.drain_timeout)
     finally:
         await frontend.stop(0.0)
-        await registry.close()
-        await planes.close()
-    return 0
 
 
 def default_cache_folder() -> Path:
