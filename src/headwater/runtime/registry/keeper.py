@@ -1,7 +1,7 @@
 """The thread behind a `file` registry handle: keeps own leases, watches others, does everything that may block.
 
-It wakes on inotify, on commands and on a timer. The timer makes the truth independent of inotify, and is stretched so
-that looking costs at most about 0.5 % of a core however many instances there are. A store out of reach is reported
+It wakes on inotify, on commands and on a timer. The timer makes the truth independent of inotify; with many instances
+it is stretched, up to a second, so that looking takes at most about 0.5 % of a core. A store out of reach is reported
 once and tried again at every look; what this handle knows of is put back when it was wiped.
 """
 
@@ -31,8 +31,9 @@ _log = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 0.25
 AFTER_WAKE_S = 0.01
 """A dying owner's file is closed a moment before its lock is free: look again."""
+MAX_LOOK_INTERVAL_S = 1.0
 IDLE_SHARE = 0.005
-"""Part of a core that timed looks may take."""
+"""Part of a core that timed looks may take, up to the longest interval."""
 BUSY_SHARE = 0.2
 """Part of a core that looks may take while much changes."""
 CLEAN_INTERVAL_S = 5.0
@@ -191,9 +192,9 @@ class Keeper:
             self._tell_outage(str(error))
         self._look_cost_s = time.thread_time() - started
         self._last_look = time.monotonic()
-        interval = AFTER_WAKE_S if self._look_again else max(LOOK_INTERVAL_S, self._look_cost_s / IDLE_SHARE)
+        idle_s = min(max(LOOK_INTERVAL_S, self._look_cost_s / IDLE_SHARE), MAX_LOOK_INTERVAL_S)
+        self._next_look = self._last_look + (AFTER_WAKE_S if self._look_again else idle_s)
         self._look_again = False
-        self._next_look = self._last_look + interval
 
     def _look(self) -> None:
         mend = self._may_mend()
