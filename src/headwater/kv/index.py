@@ -19,6 +19,9 @@ from struct import unpack
 
 from headwater.types import BLOCK_ID_BYTES, Tier, WorkerId
 
+_COUNT_BITS = 16
+_COUNT_MASK = (1 << _COUNT_BITS) - 1
+
 TIERS: tuple[Tier, ...] = ("device", "host", "disk", "peer", "object")
 
 
@@ -55,7 +58,8 @@ class PrefixIndex:
         self._workers: dict[int, WorkerId] = {}
         self._free_slots: list[int] = []
         self._tables: dict[Tier, _TierTable] = {tier: _TierTable() for tier in TIERS}
-        self._predicted: dict[int, dict[int, int]] = {}
+        self._predicted: dict[int, int] = {}
+        """Per block, how often it is predicted on each slot: 16 bits per slot in one number."""
         self._dropped = 0
 
     # Workers
@@ -74,8 +78,7 @@ class PrefixIndex:
             return
         for tier in TIERS:
             self.clear(worker, tier)
-        for key in [key for key, slots in self._predicted.items() if slot in slots]:
-            self._unpredict(key, slot)
+        self.forget_all(worker)
         del self._slots[worker], self._workers[slot]
         self._free_slots.append(slot)
 
@@ -130,29 +133,38 @@ class PrefixIndex:
 
     def predict(self, worker: WorkerId, keys: Iterable[int]) -> None:
         """Count these blocks as resident on the device of `worker` until `forget` is called as often."""
-        slot = self._slots[worker]
+        once = 1 << _COUNT_BITS * self._slots[worker]
+        predicted = self._predicted
         for key in keys:
-            counts = self._predicted.setdefault(key, {})
-            counts[slot] = counts.get(slot, 0) + 1
+            predicted[key] = predicted.get(key, 0) + once
 
     def forget(self, worker: WorkerId, keys: Iterable[int]) -> None:
+        """Take back one `predict` of the same blocks."""
         slot = self._slots.get(worker)
         if slot is None:
             return
+        once = 1 << _COUNT_BITS * slot
+        predicted = self._predicted
         for key in keys:
-            counts = self._predicted.get(key)
-            if counts is None or slot not in counts:
-                continue
-            if counts[slot] > 1:
-                counts[slot] -= 1
+            left = predicted[key] - once
+            if left:
+                predicted[key] = left
             else:
-                self._unpredict(key, slot)
+                del predicted[key]
 
-    def _unpredict(self, key: int, slot: int) -> None:
-        counts = self._predicted[key]
-        del counts[slot]
-        if not counts:
-            del self._predicted[key]
+    def forget_all(self, worker: WorkerId) -> None:
+        """Take back all predictions for a worker: what was sent there is lost."""
+        slot = self._slots.get(worker)
+        if slot is None:
+            return
+        counts = _COUNT_MASK << _COUNT_BITS * slot
+        for key, count in list(self._predicted.items()):
+            if count & counts:
+                left = count & ~counts
+                if left:
+                    self._predicted[key] = left
+                else:
+                    del self._predicted[key]
 
     # Look-ups
 
@@ -173,8 +185,7 @@ class PrefixIndex:
         key = keys[position]
         mask = self._tables[tier].holders.get(key, 0)
         if tier == "device" and self._predicted and (counts := self._predicted.get(key)):
-            for slot in counts:
-                mask |= 1 << slot
+            mask |= _slots_counted(counts)
         return mask
 
     def _end_of_run(self, keys: Sequence[int], start: int, mask: int, tier: Tier) -> int:
@@ -213,7 +224,17 @@ class PrefixIndex:
                 for key in blocks:
                     seen[key] = seen.get(key, 0) | 1 << slot
             assert seen == table.holders, f"{tier}: holders and blocks disagree"
-        assert all(counts for counts in self._predicted.values())
+        assert all(_slots_counted(counts) for counts in self._predicted.values()), "a prediction of nobody"
+
+
+def _slots_counted(counts: int) -> int:
+    """Mask of the slots with a count that is not zero."""
+    mask = 0
+    while counts:
+        slot = ((counts & -counts).bit_length() - 1) // _COUNT_BITS
+        mask |= 1 << slot
+        counts &= ~(_COUNT_MASK << _COUNT_BITS * slot)
+    return mask
 
 
 def _bits(mask: int) -> Iterable[int]:

@@ -324,6 +324,7 @@ class ClusterView:
             self._typical_output[fingerprint] = typical + _TYPICAL_OUTPUT_WEIGHT * (num_generated - typical)
 
     def _end_life(self, worker: WorkerView) -> None:
+        self.residency.index.forget_all(WorkerId(worker.worker_id))
         worker.life += 1
         worker.connected = False
         worker.load = None

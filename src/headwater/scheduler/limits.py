@@ -8,6 +8,7 @@ from headwater.protocol.request import EngineRequest
 from headwater.types import BLOCK_ID_BYTES, TOKEN_ID_BYTES
 
 _MAX_NAMESPACE_BYTES = 64
+_ALL_TOKEN_IDS = 1 << 8 * TOKEN_ID_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class SchedulerLimits:
         self._check_sampling(request)
         self._check_identity(request, num_prompt)
         tokens = array("I", request.prompt + request.resumed_tokens)
-        if (largest := max(tokens)) >= self.vocab_size:
+        if self.vocab_size < _ALL_TOKEN_IDS and (largest := max(tokens)) >= self.vocab_size:
             raise InvalidRequest(f"token id {largest} is outside the vocabulary of {self.vocab_size}", param="prompt")
         return tokens
 

@@ -71,7 +71,7 @@ class SimCluster:
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             max_model_len=config.num_blocks * config.block_size,
-            vocab_size=1 << 31,
+            vocab_size=1 << 32,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=1 << 40,
@@ -91,7 +91,6 @@ class SimCluster:
         self._waiting: deque[int] = deque()
         self._records: dict[int, SimRecord] = {}
         self._bookings: dict[int, Booking] = {}
-        self._num_steps = 0
 
     @property
     def view(self) -> ClusterView:
@@ -107,7 +106,8 @@ class SimCluster:
             if what < 0:
                 self._arrive(-1 - what, now)
             elif what < len(self._workers):
-                self._step_ends(what, now)
+                if now == self._workers[what].ends_at:
+                    self._step_ends(what, now)
             else:
                 self._view.apply(*self._news.popleft())
         return SimResult(
@@ -115,7 +115,7 @@ class SimCluster:
             duration_s=now,
             busy_ms=[worker.busy_ms for worker in self._workers],
             prefill_tokens=[worker.prefill_tokens for worker in self._workers],
-            num_steps=self._num_steps,
+            num_steps=sum(worker.num_steps for worker in self._workers),
         )
 
     def _push(self, at_s: float, what: int) -> None:
@@ -148,15 +148,18 @@ class SimCluster:
         worker = int(chosen.worker_id[1:])
         self._bookings[number] = booking
         self._records[number] = SimRecord(request, now, worker, decision.cached_tokens)
+        before = self._workers[worker].ends_at
         self._workers[worker].submit(_engine_request(number, request), now)
-        if self._workers[worker].idle:
+        if before is None:
             self._begin(worker, now)
+        elif (ends_at := self._workers[worker].ends_at) is not None and ends_at != before:
+            self._push(ends_at, worker)
 
-    def _begin(self, worker: int, now: float) -> None:
-        duration_s = self._workers[worker].begin(now)
-        if duration_s is not None:
-            self._num_steps += 1
-            self._push(now + duration_s, worker)
+    def _begin(self, number: int, now: float) -> None:
+        worker = self._workers[number]
+        worker.begin(now)
+        if worker.ends_at is not None:
+            self._push(worker.ends_at, number)
 
     def _step_ends(self, number: int, now: float) -> None:
         worker = self._workers[number]

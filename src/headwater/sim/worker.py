@@ -1,24 +1,34 @@
-"""One simulated worker: the production scheduler on a virtual clock."""
+"""One simulated worker: the production scheduler on a virtual clock.
+
+It takes one step at a time, or a leap of decode steps where these differ in nothing but tokens. A request that comes
+during a leap ends it with the step then under way.
+"""
 
 from dataclasses import dataclass
 
 from headwater.protocol.events import WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
+from headwater.scheduler.leap import LeapingScheduler
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.scheduler.plan import StepPlan, StepResult
-from headwater.scheduler.scheduler import Scheduler
 from headwater.sim.timing import StepTimes
 
 _WORD = 7
 """The token every simulated sequence generates."""
+_LEAST_LEAP = 2
 
 
 @dataclass(slots=True)
-class Running:
-    """A step under way."""
-
+class _Step:
     plan: StepPlan
     result: StepResult
+
+
+@dataclass(slots=True)
+class _Leap:
+    started_s: float
+    step_s: float
+    steps: int
 
 
 class SimWorker:
@@ -28,39 +38,74 @@ class SimWorker:
         self.worker_id = worker_id
         self.busy_ms = 0.0
         self.prefill_tokens = 0
-        self._scheduler = Scheduler(limits)
+        self.num_steps = 0
+        self.ends_at: float | None = None
+        """When what is under way ends; None while idle."""
+        self._scheduler = LeapingScheduler(limits)
         self._num_blocks = limits.num_blocks
         self._times = times
-        self._running: Running | None = None
-
-    @property
-    def idle(self) -> bool:
-        return self._running is None
+        self._running: _Step | _Leap | None = None
 
     def submit(self, request: EngineRequest, now: float) -> None:
-        """Raises what the production scheduler raises."""
+        """Take a request; `ends_at` may move forward. Raises what the production scheduler raises."""
+        if isinstance(self._running, _Leap):
+            self._cut(self._running, now)
         self._scheduler.add(request, now)
 
-    def begin(self, now: float) -> float | None:
-        """Start a step; its duration in seconds, or None without work."""
+    def begin(self, now: float) -> None:
+        """Start what comes next, if there is work."""
+        steps = self._scheduler.leap_limit()
+        if steps >= _LEAST_LEAP:
+            self._begin_leap(steps, now)
+        else:
+            self._begin_step(now)
+
+    def _begin_step(self, now: float) -> None:
         plan = self._scheduler.schedule(now)
         if plan is None:
-            return None
-        duration_ms = self._times.duration_ms(plan, 1.0 - self._scheduler.num_free_blocks / self._num_blocks)
+            self.ends_at = None
+            return
+        duration_ms = self._duration_ms(plan)
         num_samples = plan.num_decode + sum([piece.samples for piece in plan.slices[plan.num_decode :]])
-        self._running = Running(plan, StepResult([_WORD] * num_samples, None, duration_ms))
-        self.busy_ms += duration_ms
+        self._running = _Step(plan, StepResult([_WORD] * num_samples, None, duration_ms))
         self.prefill_tokens += plan.num_prefill_tokens
-        return duration_ms / 1000
+        self.ends_at = now + duration_ms / 1000
 
     def finish(self, now: float) -> tuple[list[SequenceOutput], list[WorkerEvent]]:
-        """End the step under way: what it produced, and what the worker tells."""
-        assert self._running is not None
+        """End what is under way: what it produced, and what the worker tells."""
         running, self._running = self._running, None
-        outputs = self._scheduler.commit(running.plan, running.result, now)
-        self._scheduler.take_ended()
-        events: list[WorkerEvent] = [*self._scheduler.drain_events()]
-        return outputs, events
+        match running:
+            case _Leap():
+                self._leap(running, running.steps)
+                return [], []
+            case _Step():
+                self.busy_ms += running.result.duration_ms
+                self.num_steps += 1
+                outputs = self._scheduler.commit(running.plan, running.result, now)
+                self._scheduler.take_ended()
+                return outputs, [*self._scheduler.drain_events()]
+            case None:
+                return [], []
 
     def report(self) -> WorkerEvent:
         return self._scheduler.report()
+
+    def _begin_leap(self, steps: int, now: float) -> None:
+        step_s = self._duration_ms(self._scheduler.leap_plan(steps)) / 1000
+        self._running = _Leap(now, step_s, steps)
+        self.ends_at = now + steps * step_s
+
+    def _cut(self, leap: _Leap, now: float) -> None:
+        """Take the steps that have ended, and go on with the one under way as a step of its own."""
+        done = min(int((now - leap.started_s) / leap.step_s) if leap.step_s else leap.steps, leap.steps - 1)
+        if done:
+            self._leap(leap, done)
+        self._begin_step(leap.started_s + done * leap.step_s)
+
+    def _leap(self, leap: _Leap, steps: int) -> None:
+        self._scheduler.leap(steps, _WORD, leap.step_s * 1000)
+        self.busy_ms += steps * leap.step_s * 1000
+        self.num_steps += steps
+
+    def _duration_ms(self, plan: StepPlan) -> float:
+        return self._times.duration_ms(plan, 1.0 - self._scheduler.num_free_blocks / self._num_blocks)
