@@ -138,9 +138,9 @@ def test_default_size_is_a_part_of_free_memory_bounded_by_need() -> None:
     config = EngineConfig(max_num_seqs=64)
     one = size_kv(config, DEMAND)
     assert one.max_model_len == 8192
-    assert one.num_blocks * DEMAND.block_bytes <= 0.4 * DEMAND.free_bytes
+    assert one.num_blocks == int(0.4 * (DEMAND.free_bytes - 512 * 1024**2)) // DEMAND.block_bytes
     two = size_kv(config, KvDemand(8192, 737_280, 10 * GIB, num_workers=2))
-    assert two.num_blocks == pytest.approx(one.num_blocks / 2, abs=1)
+    assert two.num_blocks == int(0.2 * (DEMAND.free_bytes - 2 * 512 * 1024**2)) // DEMAND.block_bytes
     small = size_kv(EngineConfig(max_num_seqs=2, max_model_len=100), DEMAND)
     assert small.num_blocks == 2 * 7
 
@@ -160,13 +160,18 @@ def test_the_models_own_length_is_cut_to_what_fits() -> None:
             ["needs 500 blocks", "holds 100 blocks = 1600 tokens", "--max-model-len 1600", "--kv-cache-memory 352MiB"],
         ),
         (EngineConfig(kv_cache_memory=1000), ["holds 0 blocks", "--kv-cache-memory"]),
-        (EngineConfig(kv_cache_memory=20 * GIB), ["20,480 MiB", "10,240 MiB are free", "--num-kv-blocks 14563"]),
+        (EngineConfig(), ["0 MiB (40% of 0 MiB free, 1 workers) holds 0 blocks", "--kv-cache-memory 360MiB"]),
+        (
+            EngineConfig(kv_cache_memory=20 * GIB),
+            ["20,480 MiB", "10,240 MiB are free beside the weights", "--num-kv-blocks 14563"],
+        ),
         (EngineConfig(num_kv_blocks=2**40), ["free", "--num-kv-blocks"]),
     ],
 )
 def test_refusals_show_the_arithmetic_and_a_setting_that_works(config: EngineConfig, words: list[str]) -> None:
+    demand = DEMAND if config != EngineConfig() else KvDemand(8192, 737_280, 512 * 1024**2)
     with pytest.raises(ConfigError) as refused:
-        size_kv(config, DEMAND)
+        size_kv(config, demand)
     for word in words:
         assert word in str(refused.value)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from headwater.engines.native.structured.base import DeadEndError
-from headwater.engines.native.structured.guidance import MAX_SPEC_BYTES, GuidanceCompiler, GuidanceConstraint
+from headwater.engines.native.structured.guidance import MAX_SPEC_CHARS, GuidanceCompiler, GuidanceConstraint
 from headwater.errors import InvalidRequest
 from headwater.protocol.request import StructuredKind, StructuredSpec
 
@@ -200,7 +200,7 @@ def test_mask_keeps_the_logits_of_allowed_tokens(compiler: GuidanceCompiler, voc
         ("grammar", "start: missing", "guided_grammar", "missing"),
         ("grammar", 'root ::= "a" missing', "guided_grammar", "missing"),
         ("grammar", "root ::= " + "(" * 20_000, "guided_grammar", "deep"),
-        ("regex", "a" * (MAX_SPEC_BYTES + 1), "guided_regex", str(MAX_SPEC_BYTES)),
+        ("regex", "a" * (MAX_SPEC_CHARS + 1), "guided_regex", str(MAX_SPEC_CHARS)),
     ],
 )
 def test_bad_specifications_are_refused(

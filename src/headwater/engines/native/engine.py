@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 _CPU_PREFILL_TOKENS = 64
 """Room for prefill in a step on CPU: a token costs milliseconds there, and all others wait for it."""
 _CUDA_BATCHED_TOKENS = 8192
-_WORKING_BYTES = 512 * 1024 * 1024
-"""Per worker, for code, tokenizer, scratch space and the rest of the process."""
 
 
 class NativeEngine(CoreEngine):
@@ -105,7 +103,7 @@ def _size(config: EngineConfig, checkpoint: Checkpoint, device: str, placement: 
     demand = KvDemand(
         context_limit=model.max_position_embeddings,
         block_bytes=kv_block_bytes(model, config.block_size, value_bytes),
-        free_bytes=free_bytes - 2 * num_parameters(model) - placement.count * _WORKING_BYTES,
+        free_bytes=free_bytes - 2 * num_parameters(model),
         num_workers=placement.count,
     )
     size = size_kv(config, demand)

@@ -11,7 +11,9 @@ from headwater.engines.native.base import NativeModelConfig
 from headwater.errors import ConfigError
 
 _DEFAULT_PART = 0.4
-"""Of the free memory, for the KV caches of all workers of the host together."""
+"""Of the memory left beside the weights, for the KV caches of all workers of the host together."""
+_WORKING_BYTES = 512 * 1024 * 1024
+"""Per worker, kept out of that: code, tokenizer, scratch space, the rest of the process."""
 _MIB = 1024 * 1024
 _MAX_BLOCKS = 2**31 - 1
 
@@ -32,7 +34,7 @@ class KvDemand:
     """Positions the model can tell apart."""
     block_bytes: int
     free_bytes: int
-    """After weights and working memory."""
+    """Beside the weights."""
     num_workers: int = 1
 
 
@@ -68,16 +70,17 @@ def _num_blocks(config: EngineConfig, demand: KvDemand, wanted: int) -> tuple[in
         source = f"kv_cache_memory {_mib(config.kv_cache_memory)}"
         num_blocks = config.kv_cache_memory // demand.block_bytes
     else:
-        budget = int(max(demand.free_bytes, 0) * _DEFAULT_PART / demand.num_workers)
-        source = f"{_mib(budget)} ({_DEFAULT_PART:.0%} of {_mib(demand.free_bytes)} free, {demand.num_workers} workers)"
+        free_bytes = max(demand.free_bytes - demand.num_workers * _WORKING_BYTES, 0)
+        budget = int(free_bytes * _DEFAULT_PART / demand.num_workers)
+        source = f"{_mib(budget)} ({_DEFAULT_PART:.0%} of {_mib(free_bytes)} free, {demand.num_workers} workers)"
         most = config.max_num_seqs * -(-wanted // config.block_size)
         return min(budget // demand.block_bytes, most, _MAX_BLOCKS), source
     total = num_blocks * demand.block_bytes * demand.num_workers
     if total > demand.free_bytes or num_blocks > _MAX_BLOCKS:
         fits = max(demand.free_bytes, 0) // demand.num_workers // demand.block_bytes
         raise ConfigError(
-            f"{source} x {demand.num_workers} workers is {_mib(total)}, but {_mib(demand.free_bytes)} are free: "
-            f"at most --num-kv-blocks {fits} ({_mib(fits * demand.block_bytes)} per worker)"
+            f"{source} x {demand.num_workers} workers is {_mib(total)}, but {_mib(demand.free_bytes)} are free beside "
+            f"the weights: at most --num-kv-blocks {fits} ({_mib(fits * demand.block_bytes)} per worker)"
         )
     return num_blocks, source
 

@@ -18,10 +18,10 @@ from headwater.engines.native.structured.base import DeadEndError
 from headwater.errors import InvalidRequest
 from headwater.protocol.request import StructuredKind, StructuredSpec
 
-MAX_SPEC_BYTES = 128 * 1024
-_CACHED_SPEC_BYTES = 1024 * 1024
+MAX_SPEC_CHARS = 128 * 1024
+_CACHED_CHARS = 1024 * 1024
 """Compiled grammars are kept while their specifications together are no longer than this."""
-_ENTRY_BYTES = 4096
+_ENTRY_CHARS = 4096
 """Counted for each beside its length, so that many short ones do not pile up either."""
 _MAX_LEXER_STATES = 25_000
 """Of one sequence, 1 to 2 kB each: hostile expressions could fill the memory with the library's own limit."""
@@ -55,7 +55,7 @@ class GuidanceCompiler:
         self._has_end = bool(eos_token_ids)
         self._bounds_by_byte = _bounds_by_byte()
         self._compiled: OrderedDict[StructuredSpec, LLMatcher] = OrderedDict()
-        self._cached_bytes = 0
+        self._cached_chars = 0
 
     def compile(self, spec: StructuredSpec) -> "GuidanceConstraint":
         matcher = self._compiled.get(spec)
@@ -68,17 +68,17 @@ class GuidanceCompiler:
 
     def _keep(self, spec: StructuredSpec, matcher: LLMatcher) -> None:
         self._compiled[spec] = matcher
-        self._cached_bytes += _cached_bytes(spec)
-        while self._cached_bytes > _CACHED_SPEC_BYTES:
+        self._cached_chars += _cached_chars(spec)
+        while self._cached_chars > _CACHED_CHARS:
             oldest, _ = self._compiled.popitem(last=False)
-            self._cached_bytes -= _cached_bytes(oldest)
+            self._cached_chars -= _cached_chars(oldest)
 
     def _compile(self, spec: StructuredSpec) -> LLMatcher:
         if not self._has_end:
             raise _refusal(spec, "this model has no end token, so a structured output could not end")
-        size = len(spec.spec.encode())
-        if size > MAX_SPEC_BYTES:
-            raise _refusal(spec, f"the specification has {size} bytes, at most {MAX_SPEC_BYTES} are compiled")
+        size = len(spec.spec)
+        if size > MAX_SPEC_CHARS:
+            raise _refusal(spec, f"the specification has {size} characters, at most {MAX_SPEC_CHARS} are compiled")
         try:
             grammar = _grammar(spec)
         except (ValueError, RecursionError) as error:
@@ -154,8 +154,8 @@ def _choice_grammar(spec: str) -> str:
     return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
-def _cached_bytes(spec: StructuredSpec) -> int:
-    return len(spec.spec) + _ENTRY_BYTES
+def _cached_chars(spec: StructuredSpec) -> int:
+    return len(spec.spec) + _ENTRY_CHARS
 
 
 def _lark(text: str) -> str:
