@@ -7,7 +7,7 @@ from kv_checking_executor import KvCheckingExecutor, expected_tokens, request
 
 from headwater.clock import VirtualClock
 from headwater.engines.core import EngineCore
-from headwater.errors import EngineFailed, InvalidRequest
+from headwater.errors import EngineFailed, InternalError, InvalidRequest
 from headwater.protocol.events import BlocksStored, LoadReport
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.scheduler.plan import Sequence, StepPlan, StepResult
@@ -160,3 +160,12 @@ def test_a_deadline_is_kept_on_the_epoch_clock() -> None:
     assert output.error is not None
     assert output.error.code == "deadline_exceeded"
     assert not core.has_work
+
+
+def test_lost_blocks_are_seen_when_idle() -> None:
+    scheduler = Scheduler(LIMITS)
+    core = EngineCore(scheduler, PickyExecutor(), VirtualClock())
+    core.step()
+    scheduler._roster.pool.allocate(3)
+    with pytest.raises(InternalError, match="3 KV blocks are held by nobody"):
+        core.step()

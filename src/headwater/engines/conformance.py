@@ -260,6 +260,7 @@ class EngineConformance:
     @on_loop
     async def test_drain_gives_up_in_time(self) -> None:
         async with self.bench() as bench:
+            await bench.all_free()
             bench.slow_down(0.002)
             bench.engine.submit([bench.request(prompt_of(20), 480) for _ in range(8)])
             assert not await bench.engine.drain(0.0)
@@ -461,6 +462,18 @@ class EngineConformance:
             bench.engine.submit([bench.request(prompt_of(20), 400)])
             await self._aborted(bench, 1, max_tokens=0)
             await bench.all_free()
+
+    @on_loop
+    async def test_abort_of_a_refused_one_silences_it(self) -> None:
+        async with self.bench() as bench:
+            bench.engine.submit([bench.request([]), bench.request(prompt_of(5), 3)])
+            bench.engine.abort([1])
+            await eventually(lambda: bench.recorder.ended(2), "the other one ends", _END_S)
+            await bench.engine.drain(_END_S)
+            bench.engine.submit([bench.request(prompt_of(5)), bench.request(prompt_of(5))])
+            bench.engine.abort([3])
+            await eventually(lambda: bench.recorder.ended(4), "the other one is refused")
+            assert set(bench.recorder.outputs) == {2, 4}
 
     @on_loop
     async def test_abort_of_a_stranger_is_ignored(self) -> None:
