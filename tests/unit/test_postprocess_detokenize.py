@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -52,6 +52,7 @@ def push_in_pieces(detokenizer: Detokenizer, ids: Sequence[int], cuts: Sequence[
     return [*deltas, detokenizer.flush()]
 
 
+@settings(deadline=None)
 @given(text=spellable | st.sampled_from(TRICKY), cuts=st.lists(st.integers(0, 500), max_size=8))
 def test_any_text_in_any_split(model: ServedModel, text: str, cuts: list[int]) -> None:
     deltas = push_in_pieces(fresh(model), token_ids(model, text), cuts)
@@ -59,6 +60,7 @@ def test_any_text_in_any_split(model: ServedModel, text: str, cuts: list[int]) -
     assert "\ufffd" in text or not any("\ufffd" in delta for delta in deltas)
 
 
+@settings(deadline=None)
 @given(text=st.sampled_from(TRICKY))
 def test_token_by_token(model: ServedModel, text: str) -> None:
     detokenizer = fresh(model)
@@ -67,6 +69,7 @@ def test_token_by_token(model: ServedModel, text: str) -> None:
     assert detokenizer.flush() == ""
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 49_151), max_size=40), skip=st.booleans(), cuts=st.lists(st.integers(0, 50)))
 def test_random_ids_equal_the_full_decode(
     model: ServedModel, reference: ReferenceTokenizer, ids: list[int], skip: bool, cuts: list[int]
@@ -126,6 +129,7 @@ def sentencepiece() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+@settings(deadline=None)
 @given(text=st.text(max_size=40) | st.sampled_from(TRICKY), cuts=st.lists(st.integers(0, 500), max_size=8))
 def test_byte_fallback_tokens(text: str, cuts: list[int]) -> None:
     tokenizer = sentencepiece()
@@ -153,6 +157,7 @@ def test_wordpiece_goes_through_the_window() -> None:
     assert "".join(deltas) + detokenizer.flush() == tokenizer.decode(ids) == "hello worlds, the end"
 
 
+@settings(deadline=None)
 @given(text=st.text(alphabet="ab é🙂\n", max_size=60), cuts=st.lists(st.integers(0, 200), max_size=5))
 def test_window_equals_bytes_on_a_byte_level_tokenizer(
     model: ServedModel, reference: ReferenceTokenizer, text: str, cuts: list[int]

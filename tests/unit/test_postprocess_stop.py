@@ -1,7 +1,7 @@
 """Stop strings: the same outcome for any split, nothing shown that a match takes back."""
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headwater.frontend.postprocess.stop import StopMatcher, StopStrings
@@ -30,6 +30,7 @@ def run(pieces: list[str], stops: list[str], include: bool) -> tuple[str, str | 
     return shown + matcher.flush(), None
 
 
+@settings(deadline=None)
 @given(
     pieces=st.lists(st.text(ALPHABET, max_size=6), max_size=12),
     stops=stops_strategy,
@@ -42,6 +43,7 @@ def test_any_split_gives_what_the_whole_text_gives(pieces: list[str], stops: lis
     assert run(pieces, stops, include) == expected("".join(pieces), stops, include)
 
 
+@settings(deadline=None)
 @given(text=st.text(ALPHABET, max_size=30), stops=stops_strategy)
 def test_held_back_is_exactly_what_could_begin_a_match(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(StopStrings(stops), include=False)

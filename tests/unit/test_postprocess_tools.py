@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.frontend.postprocess.tools import (
@@ -49,6 +49,7 @@ def collect(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str,
     return words, calls
 
 
+@settings(deadline=None)
 @given(text=st.sampled_from(TEXTS), cuts=st.lists(st.integers(0, 300), max_size=12), forced=st.booleans())
 def test_any_split_gives_what_the_whole_text_gives(text: str, cuts: list[int], forced: bool) -> None:
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]

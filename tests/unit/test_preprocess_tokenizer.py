@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.errors import ModelError
@@ -38,6 +38,7 @@ def reference(demo_model: ResolvedModel) -> ReferenceTokenizer:
     return ReferenceTokenizer(demo_model.tokenizer_json.decode())
 
 
+@settings(deadline=None)
 @given(text=st.text(max_size=200), special=st.booleans())
 def test_both_libraries_equal_the_plain_encoding(
     plain: tokenizers.Tokenizer, fast: FastTokenizer, reference: ReferenceTokenizer, text: str, special: bool
@@ -60,6 +61,7 @@ def test_truncation_and_padding_of_the_file_are_switched_off(demo_model: Resolve
         assert 4 < len(ids) < 64
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 2**32 - 1)))
 def test_packing_is_little_endian_and_reversible(ids: list[int]) -> None:
     packed = pack_ids(ids)
