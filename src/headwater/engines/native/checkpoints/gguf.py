@@ -29,7 +29,7 @@ _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufCheckpoint:
-    """`Checkpoint` over the shards of a GGUF model. Files are mapped until `close`."""
+    """`Checkpoint` over the shards of a GGUF model. Files stay mapped while it lives."""
 
     def __init__(self, model: ResolvedModel, *, exact: bool = False) -> None:
         self._exact = exact
@@ -56,11 +56,6 @@ class GgufCheckpoint:
         if self._interleaved and ".k_proj." in name:
             return _deinterleave(values, self.config.num_kv_heads)
         return values
-
-    def close(self) -> None:
-        for mapping in self._maps:
-            mapping.close()
-        self._maps = []
 
     def _load(self, gguf_name: str) -> torch.Tensor:
         number, tensor = self._tensors[gguf_name]

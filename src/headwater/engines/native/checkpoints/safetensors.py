@@ -21,7 +21,7 @@ _READABLE: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class SafetensorsCheckpoint:
-    """`Checkpoint` over safetensors files. Files are mapped until `close`."""
+    """`Checkpoint` over safetensors files. Files stay mapped while it lives."""
 
     def __init__(self, model: ResolvedModel) -> None:
         files = model.weight_files
@@ -47,9 +47,6 @@ class SafetensorsCheckpoint:
             kinds = ", ".join(str(kind).removeprefix("torch.") for kind in _READABLE)
             raise ModelError(f"tensor {name} has type {values.dtype}, which is not supported (supported: {kinds})")
         return values
-
-    def close(self) -> None:
-        self._files = []
 
 
 def _open(file: Path) -> safe_open:
