@@ -182,14 +182,15 @@ def test_the_thread_waits_for_an_event_loop_that_lags(monkeypatch: pytest.Monkey
 
 
 def test_the_thread_ends_when_the_event_loop_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "_MAX_UNDELIVERED", 1)
+    monkeypatch.setattr(loop_module, "_HEARTBEAT_S", 0.05)
     executor = Executor()
 
     async def leave() -> ThreadedLoop:
         owner, loop = Owner(), ThreadedLoop()
         await loop.start(building(executor), owner.progress.append, owner)
+        while loop._slots.acquire(blocking=False):  # the event loop owes the thread all it may owe
+            pass
         loop.submit([request(1, [5], 300)])
-        threading.Event().wait(0.1)  # long enough for the thread to be waiting for its turn
         return loop
 
     loop = asyncio.run(leave())
