@@ -665,18 +665,18 @@ def test_long_bodies_are_read_in_a_thread_and_answered_the_same(model: ServedMod
 
 
 def test_a_line_of_long_bodies_is_bounded(model: ServedModel) -> None:
-    body = chat(messages=[{"role": "user", "content": "word " * 7500}])
+    body = json.dumps(chat(messages=[{"role": "user", "content": "hi"}], user="x" * 9_000_000)).encode()
 
     async def run() -> list[FakeResponder]:
         api = Api(model)
-        calls: list[Coroutine[Any, Any, FakeResponder]] = [api.post(PATH, body) for _ in range(70)]
+        calls: list[Coroutine[Any, Any, FakeResponder]] = [api.post(PATH, body) for _ in range(10)]
         return await asyncio.gather(*calls)
 
     responders = asyncio.run(run())
     assert sorted({responder.status for responder in responders}) == [0, 503]
     refused = [responder for responder in responders if responder.status]
     assert {responder.error["code"] for responder in refused} == {"overloaded"}
-    assert len(refused) == 6
+    assert len(refused) == 3, "64 MiB may wait"
 
 
 def test_a_client_that_leaves_while_its_body_is_read_costs_no_worker(model: ServedModel) -> None:

@@ -51,6 +51,7 @@ _GENERATING_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
 _SEQUENCES_PER_REQUEST = 8
 """Sequences may be open that many times the limit of concurrent requests (n > 1, lists of prompts)."""
 _MIN_DESCRIPTORS = 512
+_PARTIAL_BODIES_BYTES = 64 * 1024 * 1024
 _GC_THRESHOLD = 50_000
 _SWITCH_INTERVAL_S = 0.0005
 """How long the loop waits for a thread that is at work on a long prompt: a tenth of the default."""
@@ -144,6 +145,7 @@ def http_limits(config: FrontendConfig) -> HttpLimits:
     return HttpLimits(
         max_connections=config.max_connections,
         max_body_bytes=config.max_body,
+        max_partial_bodies_bytes=max(_PARTIAL_BODIES_BYTES, 4 * config.max_body),
         stream_buffer_bytes=config.stream_buffer,
         header_timeout_s=config.header_timeout,
         body_timeout_s=config.body_timeout,

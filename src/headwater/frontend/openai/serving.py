@@ -32,7 +32,7 @@ __all__ = ["ModelLookup", "Route", "ServedModel", "build_model", "openai_routes"
 
 INLINE_BODY_BYTES = 32_768
 _THREADS = 2
-_MAX_WAITING = 64
+_MAX_WAITING_BYTES = 64 * 1024 * 1024
 
 ResultT = TypeVar("ResultT")
 Prepare = Callable[[bytes, ModelLookup, Asker, bool], Generation]
@@ -82,21 +82,24 @@ def _static(body: bytes, headers: Headers) -> Handler:
 
 
 class Threads:
-    """A few threads for long bodies, with a bounded line before them."""
+    """A few threads for long bodies. The line before them is bounded by the memory that it holds."""
 
     def __init__(self) -> None:
         self._semaphore = asyncio.Semaphore(_THREADS)
-        self._waiting = 0
+        self._waiting_bytes = 0
 
-    async def run(self, work: Callable[[], ResultT]) -> ResultT:
-        if self._waiting >= _MAX_WAITING:
-            raise Overloaded(f"{self._waiting} long prompts are waiting to be read, the limit is {_MAX_WAITING}")
-        self._waiting += 1
+    async def run(self, num_bytes: int, work: Callable[[], ResultT]) -> ResultT:
+        if self._waiting_bytes and self._waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
+            raise Overloaded(
+                f"long prompts of {self._waiting_bytes:,} bytes wait to be read; with {num_bytes:,} more it would be "
+                f"over the limit of {_MAX_WAITING_BYTES:,}"
+            )
+        self._waiting_bytes += num_bytes
         try:
             async with self._semaphore:
                 return await asyncio.to_thread(work)
         finally:
-            self._waiting -= 1
+            self._waiting_bytes -= num_bytes
 
 
 class _Api:
@@ -125,7 +128,9 @@ class _Api:
 
         async def in_thread(request: HttpRequest, responder: Responder, asker: Asker, since: float) -> None:
             try:
-                generation = await self._threads.run(lambda: prepare(request.body, self._models, asker, self._strict))
+                generation = await self._threads.run(
+                    len(request.body), lambda: prepare(request.body, self._models, asker, self._strict)
+                )
             except HeadwaterError as error:
                 _send_error(responder, error)
                 return
@@ -145,7 +150,9 @@ class _Api:
 
         async def in_thread(request: HttpRequest, responder: Responder) -> None:
             try:
-                made = await self._threads.run(lambda: make(request.body, self._models, strict=self._strict))
+                made = await self._threads.run(
+                    len(request.body), lambda: make(request.body, self._models, strict=self._strict)
+                )
             except HeadwaterError as error:
                 _send_error(responder, error)
                 return
