@@ -577,6 +577,12 @@ def test_tools_reach_the_template_and_calls_come_back(tool_model: ServedModel) -
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Köln"})
 
 
+def test_parallel_calls_can_be_switched_off(tool_model: ServedModel) -> None:
+    one = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
+    _, responder = play(tool_model, chat(tools=[WEATHER], parallel_tool_calls=False), say(one + "\n" + one))
+    assert len(responder.json()["choices"][0]["message"]["tool_calls"]) == 1
+
+
 def test_streamed_tool_calls(tool_model: ServedModel) -> None:
     one = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
     _, responder = play(tool_model, chat(tools=[WEATHER], stream=True), say(one + "\n" + one))
@@ -635,6 +641,14 @@ def test_tool_choices_that_cannot_be_met(tool_model: ServedModel, fields: dict[s
     responder = asyncio.run(Api(tool_model).post(PATH, chat(tools=[WEATHER], **fields)))
     assert responder.status == 400
     assert message in responder.error["message"]
+
+
+def test_empty_tool_calls_are_none(demo_model: ResolvedModel) -> None:
+    source = "{% for m in messages %}{{ m.role }}{{ ' calls' if 'tool_calls' in m }}|{% endfor %}"
+    artifacts = demo_artifacts(demo_model) | {"chat_template.jinja": source.encode()}
+    served = build_model(demo_card(demo_model), artifacts, tokenizer_backend="tokenizers")
+    messages = [*USER, {"role": "assistant", "content": "x", "tool_calls": []}]
+    assert prompt_of(served, messages=messages) == "user|assistant|"
 
 
 def test_a_conversation_with_tool_results(tool_model: ServedModel) -> None:

@@ -95,6 +95,12 @@ def test_a_call_that_was_cut_off_keeps_what_came() -> None:
     assert collect(HermesParser(), [TEXTS[9]]) == ("", [("cut", '{"x": "unfin')])
 
 
+def test_only_the_first_call_counts_on_request() -> None:
+    words, calls = collect(HermesParser(single=True), list(TEXTS[2] + " more words"))
+    assert words == "Let me look.\n"
+    assert len(calls) == 1
+
+
 def test_forced_call_has_no_tags() -> None:
     assert collect(HermesParser(forced=True), list(CALL))[1][0][0] == "get_weather"
 

@@ -51,8 +51,10 @@ def _template_message(message: ChatMessage, plain: Plain, path: str, knows_devel
     changed["content"] = _text(message, path)
     if role == "developer" and not knows_developer:
         changed["role"] = "system"
-    if message.tool_calls is not None:
+    if message.tool_calls:
         changed["tool_calls"] = _tool_calls(message, plain, path)
+    else:
+        changed.pop("tool_calls", None)
     return changed
 
 

@@ -23,6 +23,8 @@ class ToolUse:
     structured: StructuredSpec | None = None
     reading: Literal["text", "calls", "forced", "named"] = "text"
     function: str = ""
+    single: bool = False
+    """At most one call."""
 
     def parsers(self, choices: int) -> Sequence[ToolParser]:
         """One per choice; none when the output is just text."""
@@ -31,7 +33,7 @@ class ToolUse:
     def _parser(self) -> ToolParser:
         if self.reading == "named":
             return NamedFunctionParser(self.function)
-        return HermesParser(forced=self.reading == "forced")
+        return HermesParser(forced=self.reading == "forced", single=self.single)
 
 
 def tool_use(fields: ChatRequest, model: ServedModel, structured: StructuredSpec | None) -> ToolUse:
@@ -51,7 +53,8 @@ def tool_use(fields: ChatRequest, model: ServedModel, structured: StructuredSpec
                 'use tool_choice "required" or a named function',
                 param="tools",
             )
-        return ToolUse(shown=True, structured=structured, reading="calls")
+        single = fields.parallel_tool_calls is False
+        return ToolUse(shown=True, structured=structured, reading="calls", single=single)
     if structured is not None:
         raise InvalidRequest("tool_choice and another constraint on the output exclude each other", param="tool_choice")
     functions = [tool.function for tool in fields.tools]

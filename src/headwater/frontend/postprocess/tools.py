@@ -81,9 +81,10 @@ class HermesParser:
     tail     what follows up to the close tag is dropped
     """
 
-    def __init__(self, *, forced: bool = False) -> None:
-        """`forced`: the whole text is the inside of one call."""
+    def __init__(self, *, forced: bool = False, single: bool = False) -> None:
+        """`forced`: the whole text is the inside of one call. `single`: nothing after the first call counts."""
         self._forced = forced
+        self._single = single
         self._state: Literal["words", "header", "body", "tail"] = "header" if forced else "words"
         self._held = ""
         self._value = JsonValueEnd()
@@ -110,6 +111,9 @@ class HermesParser:
 
     def _words(self, events: list[ToolEvent]) -> bool:
         """Each step says whether there is more to do with what is held."""
+        if self._single and self._seen_call:
+            self._held = ""
+            return False
         before, tag, after = self._held.partition(_OPEN)
         if tag:
             self._held = after
