@@ -100,6 +100,7 @@ class Publisher:
 
     def _heartbeat(self) -> None:
         """Subscribers that missed the last batch of a burst would not know otherwise."""
+        self._snapshot_at = None
         if self._beaten_at == self._ring.end:
             self._broadcaster.broadcast(encode(self._batch(self._ring.end - 1, [])))
         self._beaten_at = self._ring.end

@@ -16,9 +16,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from headwater.errors import ConfigError, HeadwaterError
+from headwater.errors import ConfigError
 from headwater.protocol.cluster import CatalogueEntry, Instance
 from headwater.runtime.registry.base import Outage, RegistryEvent, Synced
 from headwater.runtime.registry.catalogue import Catalogue
@@ -43,13 +44,29 @@ MEND_DELAY_S = 0.5
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class _Command(Generic[T]):
+    """Something to do on the thread, and who waits for it."""
+
+    function: Callable[[], T]
+    future: Future[T]
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.function())
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            self.future.set_exception(error)
+
+
 class Keeper:
     """Owns every descriptor of one handle. `call` may be used from any thread, the rest runs on the keeper's own."""
 
     def __init__(self, folder: Folder, deliver: Callable[[list[RegistryEvent]], None]) -> None:
         self._folder = folder
         self._deliver = deliver
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[_Command[Any]] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -75,19 +92,10 @@ class Keeper:
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function on the thread."""
         future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result = function()
-            except (HeadwaterError, OSError) as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
         with self._wake_lock:
             if self._ended:
                 raise ConfigError("the registry handle is closed")
-            self._commands.append(run)
+            self._commands.append(_Command(function, future))
             with contextlib.suppress(BlockingIOError):
                 os.write(self._wake_write, b"w")
         return future
@@ -164,7 +172,7 @@ class Keeper:
                 for fd, _ in poller.poll(self._timeout_ms()):
                     self._woken(fd)
                 while self._commands:
-                    self._commands.popleft()()
+                    self._commands.popleft().run()
                 if not self._stopping and time.monotonic() >= self._next_look:
                     self._timed_look()
         finally:
@@ -190,6 +198,9 @@ class Keeper:
             self._look()
         except (OSError, ConfigError) as error:
             self._tell_outage(str(error))
+        except Exception:  # noqa: BLE001 - the thread's boundary: a bug must not blind the process for good
+            _log.error("looking at the registry failed", exc_info=self._outage is None)
+            self._tell_outage("internal error, see the log")
         self._look_cost_s = time.thread_time() - started
         self._last_look = time.monotonic()
         idle_s = min(max(LOOK_INTERVAL_S, self._look_cost_s / IDLE_SHARE), MAX_LOOK_INTERVAL_S)
@@ -274,6 +285,8 @@ class Keeper:
             self._ended = True
             os.close(self._wake_read)
             os.close(self._wake_write)
+        for command in self._commands:
+            command.future.set_exception(ConfigError("the registry handle was closed"))
 
 
 def _close_after_fork(claim: Claim) -> None:

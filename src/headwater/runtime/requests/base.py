@@ -26,7 +26,10 @@ class WorkerLink(Protocol):
         ...
 
     def send(self, frame: FrontendFrame) -> None:
-        """Queue a frame; silently dropped after the connection broke (`on_broken` has told)."""
+        """Queue a frame; silently dropped after the connection broke (`on_broken` has told).
+
+        Raises `PayloadTooLarge` for a frame that no message could carry.
+        """
         ...
 
     async def close(self) -> None: ...

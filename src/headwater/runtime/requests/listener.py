@@ -27,6 +27,9 @@ from headwater.runtime.wire import (
 
 _log = logging.getLogger(__name__)
 
+COMPLAINT_INTERVAL_S = 1.0
+"""A hostile peer must not fill the log."""
+
 
 @dataclass(slots=True)
 class ListenerStats:
@@ -57,6 +60,7 @@ class Listener:
         self._flush_scheduled = False
         self._closed = False
         self._tick_handle: asyncio.TimerHandle | None = None
+        self._next_complaint = 0.0
         self.stats = ListenerStats()
 
     @property
@@ -147,7 +151,9 @@ class Listener:
 
     def _refuse(self, peer: bytes, error: HeadwaterError) -> None:
         self.stats.refused += 1
-        _log.warning("refusing frontend %s: %s", self._name(peer), error)
+        if self._loop.time() >= self._next_complaint:
+            self._next_complaint = self._loop.time() + COMPLAINT_INTERVAL_S
+            _log.warning("refusing frontend %s: %s (%d refused so far)", self._name(peer), error, self.stats.refused)
         refusal = Refused(ErrorInfo(error.code, error.message, error.http_status, error.retryable))
         self._forget(peer)
         self._transmit(peer, join_frames([self._encoder.encode(refusal)]))

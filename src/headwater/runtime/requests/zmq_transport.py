@@ -46,6 +46,8 @@ _REASONS = {
     int(zmq.EVENT_CONNECT_RETRIED): "nobody listens there",
 }
 _SRCFD = int(zmq.SRCFD)
+_UNREAD_MESSAGES = 64
+"""Of one frontend at a worker: messages may be large, and what is not read in time waits at the sender."""
 
 
 class ZmqDialer:
@@ -103,6 +105,7 @@ class ZmqAcceptor:
         self._on_lost = on_lost
         self._socket = self._context.socket(ROUTER, self._limits)
         self._socket.set(int(zmq.ROUTER_MANDATORY), 1)
+        self._socket.set(int(zmq.RCVHWM), min(_UNREAD_MESSAGES, self._limits.queue_messages))
         self._monitor = Monitor(self._context, self._socket, _ACCEPTED | _DISCONNECTED, self._on_event)
         self._pump = Pump(self._socket, self._receive)
         self.address = bind(self._context, self._socket, self._endpoints.new("requests"))
