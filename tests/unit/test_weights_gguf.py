@@ -4,7 +4,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gguf_fixtures import byte_level_tokens, write_vocabulary
@@ -126,6 +126,7 @@ def test_a_file_cut_off_anywhere_is_refused(written: Path, tmp_path: Path) -> No
             parse(tmp_path, content[:length])
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_damaged_bytes_give_a_file_or_a_reason(written: Path, data: st.DataObject) -> None:
     content = bytearray(written.read_bytes())

@@ -8,7 +8,7 @@ from typing import Any
 import fastokens
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -247,6 +247,7 @@ def test_what_cannot_be_rebuilt_is_refused(tmp_path: Path, vocabulary: dict[str,
         tokenizer_json(read_gguf(tmp_path / "t.gguf"))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_damaged_metadata_gives_a_tokenizer_or_a_reason(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
