@@ -159,6 +159,7 @@ def test_two_clusters_cannot_share_a_port_by_accident(environment: dict[str, str
         (["./no-such-model"], "there is no file or folder ./no-such-model"),
         (["--engine", "mokker"], "mocker"),
         (["--router-policy", "cheapest"], "least_loaded"),
+        (["--registry", "memory://here"], "would not see each other"),
     ],
 )
 def test_what_cannot_work_ends_at_once_with_the_reason(
@@ -184,6 +185,20 @@ def test_nothing_is_left_when_serve_is_killed(environment: dict[str, str]) -> No
         again.until(lambda: "try it:" in again.out)
         assert len(cluster_folders(environment)) == 1, "the dead one's folder is gone"
         assert again.end(signal.SIGINT) == 0
+
+
+def test_a_killed_frontend_comes_back_on_its_port(environment: dict[str, str]) -> None:
+    with serve(environment, *FAST, "--host", "0.0.0.0") as running:
+        url = running.url
+        assert "without API keys" in running.err
+        (pid,) = (
+            pid for pid in children(running.process.pid) if b"frontend" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        os.kill(pid, signal.SIGKILL)
+        running.until(lambda: running.err.count("listening on") > 2)
+        chat = headwater(environment, "chat", "--url", url, "--wait", "20s", "--once", "hi", "--max-tokens", "3")
+        assert chat.returncode == 0, chat.stderr
+        assert running.end() == 0
 
 
 def test_json_logs_are_json_throughout(environment: dict[str, str]) -> None:

@@ -12,9 +12,9 @@ from importlib import import_module
 from typing import Any
 
 from headwater.cli.http import MAX_BODY_BYTES, Server, error_message
+from headwater.cli.parser import seconds
 from headwater.cli.target import add_target, server_of
-from headwater.config.units import parse_seconds
-from headwater.errors import ConfigError, DeadlineExceeded, HeadwaterError, WorkerLost
+from headwater.errors import DeadlineExceeded, HeadwaterError, WorkerLost
 
 _MAX_EVENT_BYTES = 4 * 1024 * 1024
 _POLL_S = 0.3
@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", metavar="PROMPT", help="ask this one thing, print the answer and leave")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default: the server's")
     parser.add_argument("--temperature", type=float, metavar="X", help="default: the server's")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="longest silence of the server")
-    parser.add_argument("--wait", metavar="TIME", help="wait this long for a server to become ready")
+    parser.add_argument("--timeout", type=seconds, default=120.0, metavar="TIME", help="longest silence of the server")
+    parser.add_argument("--wait", type=seconds, default=0.0, metavar="TIME", help="wait for a server to become ready")
     add_target(parser)
 
 
@@ -54,24 +54,17 @@ def run(args: argparse.Namespace) -> int:
 
 def find_server(args: argparse.Namespace) -> tuple[Server, str]:
     """The server and the model to talk to, as soon as there are both."""
-    deadline = time.monotonic() + _wait_s(args.wait)
+    deadline = time.monotonic() + args.wait
     while True:
         server = server_of(args, args.timeout)
         try:
             return server, args.model or first_model(server)
         except HeadwaterError as error:
             if args.wait and time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"not ready within {args.wait}: {error.message}", hint=error.hint) from error
+                raise DeadlineExceeded(f"not ready in time: {error.message}", hint=error.hint) from error
             if not args.wait:
                 raise
         time.sleep(_POLL_S)
-
-
-def _wait_s(text: str | None) -> float:
-    try:
-        return parse_seconds(text or "0")
-    except ValueError as error:
-        raise ConfigError(f"--wait {text}: expected a time such as 30s or 5m") from error
 
 
 def first_model(server: Server) -> str:

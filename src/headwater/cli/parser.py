@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from headwater.config.load import nearest
+from headwater.config.units import parse_seconds
 from headwater.errors import ConfigError
 
 ALL = "all"
@@ -22,6 +23,14 @@ def advanced(action: argparse.Action) -> argparse.Action:
 
 
 _MARK = "headwater_advanced"
+
+
+def seconds(text: str) -> float:
+    """An argument type: `500ms`, `30s`, `2m`."""
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a time such as 30s or 5m, not {text!r}") from error
 
 
 class Parser(argparse.ArgumentParser):

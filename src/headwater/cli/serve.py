@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import ipaddress
+import logging
 import os
 import sys
 import threading
@@ -22,9 +24,11 @@ from headwater.deploy.local import LocalSupervisor, parts_of
 from headwater.deploy.logs import configure_logging
 from headwater.deploy.ports import base_url, reserved_port
 from headwater.deploy.supervision import Finish
-from headwater.errors import HeadwaterError, Unavailable
+from headwater.errors import ConfigError, HeadwaterError, Unavailable
 from headwater.protocol.cluster import Instance
 from headwater.runtime.registry.open import open_registry
+
+_log = logging.getLogger("headwater.serve")
 
 _POLL_S = 0.1
 _POLL_TIMEOUT_S = 5.0
@@ -46,10 +50,29 @@ def run(args: argparse.Namespace) -> int:
         writer = LogWriter(sys.stderr.buffer, b"" if json_logs else prefix("supervisor", parts_of(config)))
         held.callback(writer.close)
         configure_logging(config.runtime, "supervisor", writer)
+        check(config)
         finish = asyncio.run(Serving(config, writer, began).run())
     if finish.code:
         print(f"headwater: error: {finish.reason}", file=sys.stderr)
     return finish.code
+
+
+def check(config: ServeConfig) -> None:
+    """What only this verb can refuse, or should warn of."""
+    frontend = config.frontend
+    if (config.runtime.registry or "").startswith("memory:"):
+        raise ConfigError(
+            "--registry memory: the parts are processes and would not see each other", hint="leave it out"
+        )
+    if not frontend.api_key and not _is_loopback(frontend.host):
+        _log.warning("listening on %s without API keys: whoever reaches this host can use it", frontend.host)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def placed(config: ServeConfig, port: int, folder: ClusterFolder) -> ServeConfig:

@@ -29,6 +29,7 @@ _log = logging.getLogger("headwater.serve")
 
 _LINE_INTERVAL_S = 5.0
 _WORDS = {
+    "start": "starting",
     "resolve": "finding the model",
     "download": "downloading",
     "load": "loading",

@@ -86,8 +86,10 @@ def test_nobody_there_is_a_failure_not_usage(capsys: pytest.CaptureFixture[str])
 
 def test_waiting_in_vain_is_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["chat", "--url", "http://127.0.0.1:1", "--wait", "100ms"]
-    assert "not ready within 100ms: no answer" in complaint(capsys, *argv, code=3)
-    assert "--wait soon" in complaint(capsys, "chat", "--url", "http://127.0.0.1:1", "--wait", "soon")
+    assert "not ready in time: no answer" in complaint(capsys, *argv, code=3)
+    assert "--wait: expected a time such as 30s or 5m, not 'soon'" in complaint(
+        capsys, "chat", "--url", "http://127.0.0.1:1", "--wait", "soon"
+    )
 
 
 def test_the_short_help_is_short_and_says_where_the_rest_is(capsys: pytest.CaptureFixture[str]) -> None:
