@@ -14,155 +14,24 @@ import time
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from headwater.config.schema import EngineConfig
-from headwater.engines.base import Engine, EngineInfo, Progress, ProgressSink
-from headwater.engines.core import BuiltEngine, EngineCore
+from headwater.engines.base import Engine, Progress
 from headwater.engines.engine import CoreEngine
-from headwater.errors import HeadwaterError
+from headwater.engines.watched import END_S, Bench, Recorder, watch
 from headwater.kv.identity import chain_block_ids, namespace
-from headwater.kv.resident import ResidentBlocks
-from headwater.protocol.events import BlocksStored, LoadReport, WorkerEvent
-from headwater.protocol.request import EngineRequest, ErrorInfo, SamplingParams, SequenceOutput
+from headwater.protocol.events import BlocksStored
 from headwater.runtime.conformance import eventually, on_loop
-from headwater.scheduler.plan import Executor, Sequence, StepPlan, StepResult
 
 VOCABULARY = 256
 BLOCK_SIZE = 16
 SIZES = EngineConfig(
     block_size=BLOCK_SIZE, num_kv_blocks=48, max_num_seqs=4, max_num_batched_tokens=64, max_waiting=8, max_model_len=512
 )
-_END_S = 20.0
-
-
-class Recorder:
-    """A listener that keeps everything and checks what holds for every delivery."""
-
-    def __init__(self) -> None:
-        self.outputs: dict[int, list[SequenceOutput]] = {}
-        self.events: list[WorkerEvent] = []
-        self.resident = ResidentBlocks()
-        self.failures: list[HeadwaterError] = []
-
-    def on_step(self, outputs: list[SequenceOutput]) -> None:
-        assert outputs, "an empty step was delivered"
-        assert len({output.stream for output in outputs}) == len(outputs), "two outputs of a sequence in one step"
-        for output in outputs:
-            own = self.outputs.setdefault(output.stream, [])
-            assert not own or own[-1].finish_reason is None, f"output after the end of {output.stream}"
-            assert (output.num_cached_tokens is not None) <= (not own), "cached tokens told twice"
-            assert (output.finish_reason == "error") == (output.error is not None)
-            own.append(output)
-
-    def on_events(self, events: list[WorkerEvent]) -> None:
-        self.events += events
-        for event in events:
-            if not isinstance(event, LoadReport):
-                self.resident.apply(event)
-
-    def on_failed(self, error: HeadwaterError) -> None:
-        self.failures.append(error)
-
-    @property
-    def loads(self) -> list[LoadReport]:
-        return [event for event in self.events if isinstance(event, LoadReport)]
-
-    def tokens(self, stream: int) -> list[int]:
-        return [token for output in self.outputs.get(stream, []) for token in output.token_ids]
-
-    def last(self, stream: int) -> SequenceOutput | None:
-        own = self.outputs.get(stream)
-        return own[-1] if own else None
-
-    def ended(self, *streams: int) -> bool:
-        lasts = [self.last(stream) for stream in streams]
-        return all(last is not None and last.finish_reason is not None for last in lasts)
-
-    def error(self, stream: int) -> ErrorInfo:
-        last = self.last(stream)
-        assert last is not None, f"no output for {stream}"
-        assert last.error is not None, f"no error for {stream}: {last}"
-        return last.error
-
-
-class WatchedExecutor:
-    """Around the real executor: what was planned, how far, and on demand a failure."""
-
-    def __init__(self, inner: Executor) -> None:
-        self._inner = inner
-        self.plans: list[set[int]] = []
-        """Streams in each step."""
-        self.known: set[int] = set()
-        self.failing = False
-        self.pause_s = 0.0
-        self.closed = 0
-
-    def admit(self, sequence: Sequence) -> None:
-        self._inner.admit(sequence)
-        self.known.add(sequence.stream)
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        self.plans.append({piece.sequence.stream for piece in plan.slices})
-        time.sleep(self.pause_s)
-        if self.failing:
-            raise RuntimeError("the device fell off the bus")
-        return self._inner.execute(plan)
-
-    def release(self, sequence: Sequence) -> None:
-        self._inner.release(sequence)
-        self.known.discard(sequence.stream)
-
-    def close(self) -> None:
-        self.closed += 1
-        self._inner.close()
-
-
-class Bench:
-    """An engine under test, started, with its recorder."""
-
-    def __init__(self, engine: Engine, info: EngineInfo, recorder: Recorder, progress: list[Progress]) -> None:
-        self.engine = engine
-        self.info = info
-        self.recorder = recorder
-        self.progress = progress
-        self.core: EngineCore | None = None
-        self.executor: WatchedExecutor | None = None
-        self._streams = 0
-
-    def slow_down(self, pause_s: float) -> None:
-        """Make each step at least this long."""
-        if self.executor is not None:
-            self.executor.pause_s = pause_s
-
-    def request(self, prompt: list[int], max_tokens: int = 8, **fields: object) -> EngineRequest:
-        """Greedy and deaf to end tokens unless said otherwise; sampling fields by name."""
-        self._streams += 1
-        own = {name: fields.pop(name) for name in list(fields) if name in EngineRequest.__struct_fields__}
-        sampling = {"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens} | fields
-        return EngineRequest(
-            stream=self._streams,
-            request_id=f"check-{self._streams}",
-            model=self.info.card.name,
-            prompt=array("I", prompt).tobytes(),
-            sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
-            **own,  # type: ignore[arg-type]
-        )
-
-    async def run(self, *requests: EngineRequest) -> list[list[int]]:
-        """Submit and wait for all to end: their tokens."""
-        self.engine.submit(requests)
-        streams = [request.stream for request in requests]
-        await eventually(lambda: self.recorder.ended(*streams), f"{streams} end", _END_S)
-        return [self.recorder.tokens(stream) for stream in streams]
-
-    async def all_free(self) -> None:
-        total = self.info.kv_blocks
-        await eventually(lambda: self.engine.load().kv_blocks_free == total, "all blocks are free", _END_S)
 
 
 def prompt_of(length: int, letter: int = 1) -> list[int]:
@@ -182,7 +51,7 @@ class EngineConformance:
         sizes = msgspec.structs.replace(SIZES, **changes)
         capacity = (sizes.num_kv_blocks or 0) * sizes.block_size
         engine = self.create(msgspec.structs.replace(sizes, max_model_len=min(sizes.max_model_len or 0, capacity)))
-        cores, executors = _watch(engine) if isinstance(engine, CoreEngine) else ([], [])
+        cores, executors = watch(engine) if isinstance(engine, CoreEngine) else ([], [])
         recorder = Recorder()
         progress: list[Progress] = []
         info = await engine.start(recorder, progress.append)
@@ -248,7 +117,7 @@ class EngineConformance:
     async def test_drain_waits_and_refuses(self) -> None:
         async with self.bench() as bench:
             bench.engine.submit([bench.request(prompt_of(20), 60)])
-            draining = asyncio.create_task(bench.engine.drain(_END_S))
+            draining = asyncio.create_task(bench.engine.drain(END_S))
             await asyncio.sleep(0)
             bench.engine.submit([bench.request(prompt_of(20))])
             assert await draining
@@ -265,7 +134,7 @@ class EngineConformance:
             bench.engine.submit([bench.request(prompt_of(20), 480) for _ in range(8)])
             assert not await bench.engine.drain(0.0)
             bench.engine.abort(range(1, 9))
-            assert await bench.engine.drain(_END_S)
+            assert await bench.engine.drain(END_S)
 
     @on_loop
     async def test_roles_can_be_changed_while_running(self) -> None:
@@ -273,7 +142,7 @@ class EngineConformance:
             bench.engine.submit([bench.request(prompt_of(20), 30)])
             for role in ("prefill", "decode", "both"):
                 await bench.engine.set_role(role)
-            await eventually(lambda: bench.recorder.ended(1), "it ends", _END_S)
+            await eventually(lambda: bench.recorder.ended(1), "it ends", END_S)
             assert len(bench.recorder.tokens(1)) == 30
 
     # ---- serving
@@ -386,7 +255,7 @@ class EngineConformance:
             ]
             good = bench.request(prompt_of(30))
             bench.engine.submit([*[request for request, _ in bad], good])
-            await eventually(lambda: bench.recorder.ended(*range(1, 8)), "all are answered", _END_S)
+            await eventually(lambda: bench.recorder.ended(*range(1, 8)), "all are answered", END_S)
             assert [bench.recorder.error(request.stream).code for request, _ in bad] == [code for _, code in bad]
             assert len(bench.recorder.tokens(good.stream)) == 8
             await bench.all_free()
@@ -405,7 +274,7 @@ class EngineConformance:
         async with self.bench() as bench:
             requests = [bench.request(prompt_of(20, number), 5) for number in range(20)]
             bench.engine.submit(requests)
-            await eventually(lambda: bench.recorder.ended(*range(1, 21)), "all are answered", _END_S)
+            await eventually(lambda: bench.recorder.ended(*range(1, 21)), "all are answered", END_S)
             codes = [
                 output.error.code if (output := bench.recorder.last(n + 1)) and output.error else "" for n in range(20)
             ]
@@ -419,7 +288,7 @@ class EngineConformance:
         async with self.bench() as bench:
             bench.slow_down(0.005)
             bench.engine.submit([bench.request(prompt_of(20), 490, deadline=time.time() + 0.2)])
-            await eventually(lambda: bench.recorder.ended(1), "it ends", _END_S)
+            await eventually(lambda: bench.recorder.ended(1), "it ends", END_S)
             assert bench.recorder.error(1).code == "deadline_exceeded"
             assert 0 < len(bench.recorder.tokens(1)) < 490
             await bench.all_free()
@@ -452,7 +321,7 @@ class EngineConformance:
             bench.engine.submit([bench.request(prompt_of(20), 400), bench.request(prompt_of(20, 2), 30)])
             await eventually(lambda: bool(bench.recorder.tokens(1)), "it decodes")
             await self._aborted(bench, 1, max_tokens=399)
-            await eventually(lambda: bench.recorder.ended(2), "the other one ends", _END_S)
+            await eventually(lambda: bench.recorder.ended(2), "the other one ends", END_S)
             assert len(bench.recorder.tokens(2)) == 30
             await bench.all_free()
 
@@ -468,8 +337,8 @@ class EngineConformance:
         async with self.bench() as bench:
             bench.engine.submit([bench.request([]), bench.request(prompt_of(5), 3)])
             bench.engine.abort([1])
-            await eventually(lambda: bench.recorder.ended(2), "the other one ends", _END_S)
-            await bench.engine.drain(_END_S)
+            await eventually(lambda: bench.recorder.ended(2), "the other one ends", END_S)
+            await bench.engine.drain(END_S)
             bench.engine.submit([bench.request(prompt_of(5)), bench.request(prompt_of(5))])
             bench.engine.abort([3])
             await eventually(lambda: bench.recorder.ended(4), "the other one is refused")
@@ -528,7 +397,7 @@ class EngineConformance:
                 requests = [bench.request(prompt_of(30 + 9 * number, letter), 20) for letter in (number, number % 3)]
                 bench.engine.submit(requests)
                 kept, dropped = [request.stream for request in requests]
-                await eventually(partial(bench.recorder.ended, kept), "it ends", _END_S)
+                await eventually(partial(bench.recorder.ended, kept), "it ends", END_S)
                 bench.engine.abort([dropped])
                 assert bench.engine.resident_blocks() == bench.recorder.resident.snapshot()
             await bench.all_free()
@@ -567,24 +436,3 @@ class EngineConformance:
             assert all(timing.duration_ms >= 0 for timing in timings)
             beats = len(bench.recorder.loads)
             await eventually(lambda: len(bench.recorder.loads) > beats, "an idle engine reports")
-
-
-def _watch(engine: CoreEngine) -> tuple[list[EngineCore], list[WatchedExecutor]]:
-    """Put a watched executor into an engine before it starts; core and executor appear in the lists then."""
-    cores: list[EngineCore] = []
-    executors: list[WatchedExecutor] = []
-    build, build_core = engine._build, engine._build_core
-
-    def watched_build(progress: ProgressSink) -> BuiltEngine:
-        built = build(progress)
-        executors.append(WatchedExecutor(built.executor))
-        return replace(built, executor=executors[0])
-
-    def kept_core(progress: ProgressSink) -> tuple[EngineCore, EngineInfo]:
-        core, info = build_core(progress)
-        cores.append(core)
-        return core, info
-
-    engine._build = watched_build
-    engine._build_core = kept_core  # type: ignore[method-assign]
-    return cores, executors
