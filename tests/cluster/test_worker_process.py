@@ -338,3 +338,42 @@ def test_an_address_that_can_be_reached_from_outside_is_refused(folder: Path) ->
             assert worker.said("failed") == ["config_error"]
 
     run_leak_checked(check())
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"model": {"vocab": {"<s>": 0, "Ġone": 1, "Ġtwo": 2}}, "added_tokens": []}))
+    return path
+
+
+@pytest.mark.parametrize(("times", "code"), [(1, 0), (2, 128 + signal.SIGTERM)])
+def test_the_command_obeys_signals(folder: Path, tokenizer: Path, times: int, code: int) -> None:
+    async def check() -> None:
+        async with cluster(folder) as it:
+            command = ("worker", "--engine", "mocker", "--mocker-speedup", "1", "--tokenizer", str(tokenizer))
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "headwater",
+                *command,
+                "--registry",
+                folder.as_uri(),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            worker = Child(process)
+            worker.reading = asyncio.create_task(worker._read())
+            it.children.append(worker)
+            front = await it.front(await it.ready(worker))
+            front.submit(100_000)
+            await eventually(lambda: bool(front.outputs), "tokens")
+            process.terminate()
+            await eventually(lambda: it.state(worker) == "draining", "draining")
+            if times == 1:
+                await front.link.close()
+            else:
+                process.terminate()
+            assert await worker.exit_code() == code
+            await eventually(lambda: it.of(worker) is None, "the lease's end")
+
+    run_leak_checked(check())

@@ -80,7 +80,7 @@ class TcpEndpoints:
         if not address.is_loopback and not insecure:
             raise ConfigError(
                 f"bind address {host} can be reached from outside, and the planes are not encrypted",
-                hint="bind to ipc or 127.0.0.1, or allow it with insecure=True on a network you trust",
+                hint="bind to ipc or 127.0.0.1; from Python, insecure=True allows it on a network you trust",
             )
         self._host = f"[{literal}]" if address.version == 6 else literal
 
