@@ -32,6 +32,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chat_template: Annotated[str | None, _doc("File with a Jinja template that replaces the model's own.")] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], _doc("Where to compute.")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _doc("Arithmetic and KV type.")] = "auto"
+    deterministic: Annotated[bool, _doc("CUDA: equal runs give equal bits, at a cost; on a CPU they always do.")] = (
+        False
+    )
     max_model_len: Annotated[Positive | None, _doc("Longest context in tokens; none: the model's own.")] = None
     block_size: Annotated[Positive, _doc("Tokens per KV block.")] = 16
     kv_cache_memory: Annotated[Bytes | None, _doc("Bytes of KV storage; none: chosen from free memory.")] = None

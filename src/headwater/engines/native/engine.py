@@ -127,7 +127,9 @@ def _open_backend(
             return CpuBackend(checkpoint, options, progress)
         except KernelsUnavailable as error:
             logger.warning("computing with torch, slower and not batch-invariant: %s", error)
-    torch_options = TorchOptions(device=device, dtype=dtype, max_num_seqs=config.max_num_seqs)
+    torch_options = TorchOptions(
+        device=device, dtype=dtype, deterministic=config.deterministic, max_num_seqs=config.max_num_seqs
+    )
     return TorchBackend(checkpoint, max_model_len, torch_options, progress)
 
 
