@@ -154,7 +154,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     _within("min_p", params.min_p, 0.0, 1.0)
     _within("presence_penalty", params.presence_penalty, -2.0, 2.0)
     _within("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
-    _within("repetition_penalty", params.repetition_penalty, 0.01, 100.0)
+    _within("repetition_penalty", params.repetition_penalty, 1e-6, 100.0)
     _within("max_tokens", params.max_tokens, 1, math.inf)
     _within("min_tokens", params.min_tokens, 0, params.max_tokens)
     if params.logprobs is not None:
