@@ -1,17 +1,13 @@
 """Errors that came over the wire, as exceptions of the tree."""
 
+from headwater import errors
 from headwater.errors import HeadwaterError, RequestError, WorkerError
 from headwater.protocol.request import ErrorInfo
 
-
-def _leaves(root: type[HeadwaterError]) -> dict[str, type[HeadwaterError]]:
-    found = {root.code: root}
-    for child in root.__subclasses__():
-        found.update(_leaves(child))
-    return found
-
-
-_CLASSES = _leaves(HeadwaterError)
+_CLASSES: dict[str, type[HeadwaterError]] = {
+    kind.code: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, HeadwaterError)
+}
+"""By code; where a class shares its parent's code, the child, which comes later in the module."""
 
 
 def error_from(info: ErrorInfo) -> HeadwaterError:
