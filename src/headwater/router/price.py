@@ -42,7 +42,7 @@ class Profile:
 
 
 END_TO_END = Profile(
-    own_decode=0.5, stall=0.4, stall_decoding_share=0.15, slow_down=0.5, worker_time=0.5, churn_time=5.5
+    own_decode=0.5, stall=0.4, stall_decoding_share=0.15, slow_down=0.5, worker_time=1.0, churn_time=5.0
 )
 FIRST_TOKEN = Profile(
     own_decode=0.0, stall=0.25, stall_decoding_share=0.3, slow_down=0.0, worker_time=0.5, churn_time=1.5
