@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headwater.engines.native.sampling.philox import philox4x32, uniforms
 from headwater.engines.native.sampling.sampler import Sampled, Sampler
-from headwater.engines.native.sampling.state import SamplingState
+from headwater.engines.native.sampling.state import SamplingState, check_sampling
 from headwater.errors import InvalidRequest
 from headwater.protocol.request import EngineRequest, SamplingParams
 from headwater.scheduler.plan import Sequence
@@ -314,7 +314,7 @@ def test_everything_masked_fails_the_row() -> None:
 )
 def test_values_out_of_range_are_refused_by_name(sampling: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        state(**sampling)
+        check_sampling(SamplingParams(**sampling), VOCAB)
     assert refused.value.param == param
     assert param in str(refused.value)
 

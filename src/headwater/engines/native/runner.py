@@ -1,8 +1,8 @@
 """Executes step plans: builds the flat batch, runs the forward pass, draws tokens.
 
-Per sequence it keeps what the scheduler does not: the block table as an array (appended to, never rebuilt while the
-sequence runs) and the sampling state. Both follow from the sequence alone. A sequence that cannot go on fails by
-itself; only an error of the backend takes the engine down.
+Per sequence it keeps what the scheduler does not: the block table as an array, read again only where it may have
+changed, and the sampling state. Both follow from the sequence alone. A sequence that cannot go on fails by itself;
+only an error of the backend takes the engine down.
 """
 
 import time
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headwater.engines.native.base import Backend, FlatBatch
 from headwater.engines.native.sampling.sampler import Sampler
-from headwater.engines.native.sampling.state import SamplingState
+from headwater.engines.native.sampling.state import SamplingState, check_sampling
 from headwater.engines.native.structured.base import ConstraintCompiler, TokenConstraint
 from headwater.errors import InvalidRequest
 from headwater.protocol.request import StructuredSpec
@@ -37,8 +37,9 @@ class NativeExecutor:
 
     def admit(self, sequence: Sequence) -> None:
         """Check sampling parameters and compile the grammar. Raises `InvalidRequest`."""
-        structured = sequence.request.sampling.structured
-        constraint = None if structured is None else self._compile(structured)
+        params = sequence.request.sampling
+        check_sampling(params, self._vocab_size)
+        constraint = None if params.structured is None else self._compile(params.structured)
         sampling = SamplingState(sequence, self._vocab_size, self._eos_token_ids, constraint)
         self._running[sequence.stream] = _Running(sampling)
 

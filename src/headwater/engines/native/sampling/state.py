@@ -69,7 +69,7 @@ class TokenCounts:
 
 
 class SamplingState:
-    """Sampling of one sequence. Raises `InvalidRequest` when constructed from parameters that make no sense."""
+    """Sampling of one sequence, whose parameters have been checked."""
 
     def __init__(
         self,
@@ -79,7 +79,6 @@ class SamplingState:
         constraint: TokenConstraint | None = None,
     ) -> None:
         params = sequence.request.sampling
-        check_sampling(params, vocab_size)
         self.greedy = params.temperature < _GREEDY_BELOW
         self.temperature = 1.0 if self.greedy else params.temperature
         self.cuts = Cuts(params.top_k if params.top_k < vocab_size else 0, params.top_p, params.min_p)
