@@ -25,7 +25,7 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: object = None
 
 
 class StreamReader:
@@ -68,7 +68,7 @@ class StreamReader:
             self.error = f"an event that is not JSON: {error}"
             return
         if event.error is not None:
-            self.error = bytes(event.error).decode(errors="replace")[:500]
+            self.error = str(event.error)[:500]
         if event.usage is not None:
             self.prompt_tokens = event.usage.prompt_tokens
             self.completion_tokens = event.usage.completion_tokens
