@@ -37,9 +37,9 @@ def reference(logits: NDArray[np.float32], temperature: float, cuts: Cuts) -> di
 def drawn(logits: NDArray[np.float32], temperature: float, cuts: Cuts, sweep: int = SWEEP) -> dict[int, int]:
     row = RowSampler(len(logits))
     counts: dict[int, int] = {}
-    row.load(logits, logits.max(), temperature)
+    row.load(logits, logits.max())
     for step in range(sweep):
-        token = row.draw(cuts, (step + 0.5) / sweep)
+        token = row.draw(cuts, temperature, (step + 0.5) / sweep)
         counts[token] = counts.get(token, 0) + 1
     return counts
 
@@ -131,7 +131,7 @@ def test_masked_tokens_are_never_drawn(cuts: Cuts) -> None:
     row = RowSampler(5000)
     row.load(logits, logits.max())
     for uniform in (0.0, 0.1, 0.5, 0.9, 1 - 2**-53):
-        assert row.draw(cuts, uniform) in (17, 4999)
+        assert row.draw(cuts, 1.0, uniform) in (17, 4999)
 
 
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 4095, 4097])
@@ -146,8 +146,8 @@ def test_largest_is_sorted_and_complete() -> None:
     logits = np.random.default_rng(1).normal(0, 3, 49_152).astype(np.float32)
     row = RowSampler(len(logits))
     row.load(logits, logits.max())
-    largest = row.largest(20)
-    assert largest.token_ids.tolist() == np.argsort(-logits, kind="stable")[:20].tolist()
+    largest = row.largest()
+    assert largest.token_ids.tolist() == np.argsort(-logits, kind="stable")[:64].tolist()
     assert np.all(np.diff(largest.values) <= 0)
 
 
@@ -157,4 +157,4 @@ def test_extreme_quantiles_stay_inside() -> None:
     row.load(logits, logits.max())
     for uniform in (0.0, 2**-53, 1 - 2**-53):
         for cuts in (Cuts(), Cuts(top_p=0.999999), Cuts(min_p=1e-9), Cuts(top_k=2999)):
-            assert 0 <= row.draw(cuts, uniform) < 3000
+            assert 0 <= row.draw(cuts, 1.0, uniform) < 3000

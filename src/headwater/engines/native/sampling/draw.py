@@ -57,43 +57,53 @@ class RowSampler:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._padded = np.full(-(-vocab_size // _BLOCK) * _BLOCK, -np.inf, dtype=np.float32)
-        self._weights = np.empty_like(self._padded)
-        self.scaled = self._padded[:vocab_size]
-        """(logits - largest logit) / temperature of the loaded row."""
+        self._columns = vocab_size // _BLOCK
+        padded = -(-vocab_size // _BLOCK) * _BLOCK
+        self._weights = np.zeros(padded, dtype=np.float32)
+        self._scaled = np.empty(vocab_size, dtype=np.float32)
+        """(logits - peak) / temperature."""
 
-    def load(self, logits: Floats, peak: np.float32, temperature: float = 1.0) -> None:
-        """Take in a row. `peak` is its largest value and must be finite."""
-        np.subtract(logits, peak, out=self.scaled)
-        if temperature != 1.0:
-            np.multiply(self.scaled, np.float32(1.0 / temperature), out=self.scaled)
+    def load(self, logits: Floats, peak: np.float32) -> None:
+        """Take in a row, which must stay as it is meanwhile. `peak` is its largest value and must be finite."""
+        self._logits = logits
+        self._peak = peak
+        self._temperature: float | None = None
+        self._largest: Largest | None = None
 
-    def mass(self) -> float:
-        """Sum of exp(scaled)."""
-        return self._accumulate(self._padded).total
+    def mass(self, temperature: float = 1.0) -> float:
+        """Sum of exp((logits - peak) / temperature)."""
+        if self._temperature != temperature:
+            self._all_weights(temperature)
+        return self._total
 
-    def largest(self, count: int = MAX_TOP) -> Largest:
-        """The `count` largest tokens that are not masked (fewer if there are fewer)."""
-        token_ids = np.flatnonzero(self.scaled >= self._bound_by_rank(count))
-        values = self.scaled[token_ids]
-        order = np.argsort(-values, kind="stable")[:count]
-        return Largest(values[order], token_ids[order])
+    def log_total(self) -> float:
+        """Natural logarithm of the sum of exp(logits)."""
+        return float(self._peak) + math.log(self.mass())
 
-    def draw(self, cuts: Cuts, uniform: float) -> int:
+    def largest(self) -> Largest:
+        """The `MAX_TOP` largest tokens that are not masked (fewer if there are fewer)."""
+        if self._largest is None:
+            token_ids = np.flatnonzero(self._logits >= self._bound_by_rank(MAX_TOP))
+            values = self._logits[token_ids]
+            order = np.argsort(-values, kind="stable")[:MAX_TOP]
+            self._largest = Largest(values[order], token_ids[order])
+        return self._largest
+
+    def draw(self, cuts: Cuts, temperature: float, uniform: float) -> int:
         """The token at quantile `uniform` of the truncated distribution."""
         if cuts.keep_all:
-            weights = self._accumulate(self._padded)
+            weights = self._all_weights(temperature)
             return weights.find(uniform * weights.total, "right")
         for count in (*_WIDENING, self._vocab_size):
             if count >= min(cuts.top_k, self._vocab_size):
-                token_id = self._draw_among(count, cuts, uniform)
+                token_id = self._draw_among(count, cuts, temperature, uniform)
                 if token_id is not None:
                     return token_id
         raise AssertionError("the whole vocabulary holds all that the cuts let through")
 
-    def _draw_among(self, count: int, cuts: Cuts, uniform: float) -> int | None:
+    def _draw_among(self, count: int, cuts: Cuts, temperature: float, uniform: float) -> int | None:
         """Draw if the `count` largest tokens hold all that the cuts let through; None if they do not."""
-        values = self._top_values(count)
+        values = self._top_values(count, temperature)
         complete = len(values) < count or count == self._vocab_size
         if cuts.min_p > 0:
             kept = values[: int(np.searchsorted(-values, -cuts.floor, side="right"))]
@@ -103,7 +113,7 @@ class RowSampler:
             values, complete = values[: cuts.top_k], True
         if not complete and (cuts.min_p > 0 or cuts.top_p >= 1):
             return None
-        total = None if complete else self.mass()
+        total = None if complete else self.mass(temperature)
         weights = self._accumulate(values)
         last, kept_mass = len(values) - 1, weights.total
         if cuts.top_p < 1:
@@ -113,27 +123,38 @@ class RowSampler:
             last = weights.find(goal, "left")
             kept_mass = weights.up_to(last)
         place = min(weights.find(uniform * kept_mass, "right"), last)
-        equal = int(np.searchsorted(-values, -values[place], side="left"))
-        return int(np.flatnonzero(self.scaled == values[place])[place - equal])
-
-    def _top_values(self, count: int) -> Floats:
-        """The `count` largest values that are not masked, falling; fewer if there are fewer."""
         if count <= MAX_TOP:
-            values = self.scaled[self.scaled >= self._bound_by_rank(count)]
-        elif count < self._vocab_size:
-            values = np.partition(self.scaled, self._vocab_size - count)[-count:]
-        else:
-            values = self.scaled
-        values = -np.sort(-values)[:count]
+            return int(self.largest().token_ids[place])
+        equal = int(np.searchsorted(-values, -values[place], side="left"))
+        return int(np.flatnonzero(self._scaled == values[place])[place - equal])
+
+    def _top_values(self, count: int, temperature: float) -> Floats:
+        """The `count` largest scaled values that are not masked, falling; fewer if there are fewer."""
+        if count <= MAX_TOP:
+            return self._scale(self.largest().values, temperature)
+        self.mass(temperature)
+        values = self._scaled
+        if count < self._vocab_size:
+            values = np.partition(values, self._vocab_size - count)[-count:]
+        values = -np.sort(-values)
         return values[: int(np.searchsorted(-values, -_LEAST, side="right"))]
 
     def _bound_by_rank(self, rank: int) -> np.float32:
-        """At least `rank` values are no less than this: each of `rank` columns has one."""
-        maxima = self._padded.reshape(_BLOCK, -1).max(axis=0)
-        if rank >= len(maxima):
+        """At least `rank` values are no less than this: each of `rank` columns of a grid has one."""
+        if rank > self._columns:
             return _LEAST
-        bound: np.float32 = np.partition(maxima, len(maxima) - rank)[len(maxima) - rank]
+        maxima = self._logits[: self._columns * _BLOCK].reshape(_BLOCK, self._columns).max(axis=0)
+        bound: np.float32 = np.partition(maxima, self._columns - rank)[self._columns - rank]
         return max(bound, _LEAST)
+
+    def _scale(self, values: Floats, temperature: float, out: Floats | None = None) -> Floats:
+        scaled = np.subtract(values, self._peak, out=out)
+        return scaled if temperature == 1.0 else np.multiply(scaled, np.float32(1.0 / temperature), out=scaled)
+
+    def _all_weights(self, temperature: float) -> "_Weights":
+        weights = self._accumulate(self._scale(self._logits, temperature, self._scaled))
+        self._temperature, self._total = temperature, weights.total
+        return weights
 
     def _accumulate(self, values: Floats) -> "_Weights":
         """exp(values) in the working memory, until the next call."""
@@ -148,8 +169,12 @@ class _Weights:
     """Weights and where their running sum reaches a target, found by blocks."""
 
     def __init__(self, weights: Floats) -> None:
-        self._weights = weights
-        self._ends = np.cumsum(weights.reshape(-1, _BLOCK).sum(axis=1), dtype=np.float64)
+        self._blocks = weights.reshape(-1, _BLOCK)
+        self._block = -1
+        if len(self._blocks) == 1:
+            self._ends = np.cumsum(weights, dtype=np.float64)[-1:]
+        else:
+            self._ends = np.cumsum(self._blocks.sum(axis=1), dtype=np.float64)
         self.total = float(self._ends[-1])
 
     def find(self, target: float, side: Literal["left", "right"]) -> int:
@@ -157,11 +182,11 @@ class _Weights:
 
         Where rounding puts the target beyond the last weight, the last index that has weight.
         """
-        block = min(int(np.searchsorted(self._ends, target, side=side)), len(self._ends) - 1)
+        block = min(int(self._ends.searchsorted(target, side=side)), len(self._ends) - 1)
         within = self._within(block)
-        index = int(np.searchsorted(within, target, side=side))
+        index = int(within.searchsorted(target, side=side))
         if index == _BLOCK:
-            index = int(np.searchsorted(within, within[-1], side="left"))
+            index = int(within.searchsorted(within[-1], side="left"))
         return block * _BLOCK + index
 
     def up_to(self, index: int) -> float:
@@ -169,8 +194,9 @@ class _Weights:
         return float(self._within(index // _BLOCK)[index % _BLOCK])
 
     def _within(self, block: int) -> NDArray[np.float64]:
-        before = self._ends[block - 1] if block else 0.0
-        within: NDArray[np.float64] = before + np.cumsum(
-            self._weights[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.float64
-        )
-        return within
+        if block != self._block:
+            self._block = block
+            self._sums: NDArray[np.float64] = np.cumsum(self._blocks[block], dtype=np.float64)
+            if block:
+                self._sums += self._ends[block - 1]
+        return self._sums

@@ -5,7 +5,6 @@ operations that do not depend on its neighbours. Log-probabilities are those of 
 and cuts; tokens that are masked out are not reported.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -72,24 +71,18 @@ class Sampler:
         peak = row[best]
         if not np.isfinite(peak):
             raise BadLogitsError(_bad_logits(float(peak)))
-        token = best
-        if not state.greedy:
-            self._row.load(row, peak, state.temperature)
-            token = self._row.draw(state.cuts, state.uniform())
-        if state.logprobs is None:
-            return token, None
         self._row.load(row, peak)
-        return token, self._logprobs(token, state.logprobs)
+        token = best if state.greedy else self._row.draw(state.cuts, state.temperature, state.uniform())
+        return token, None if state.logprobs is None else self._logprobs(row, token, state.logprobs)
 
-    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
-        log_total = math.log(self._row.mass())
-        own = self._row.scaled[token]
-        rank = 1 + int(np.count_nonzero(self._row.scaled > own))
+    def _logprobs(self, row: NDArray[np.float32], token: int, count: int) -> TokenLogprobs:
+        own, log_total = float(row[token]), self._row.log_total()
+        rank = 1 + int(np.count_nonzero(row > row[token]))
         if count == 0:
-            return TokenLogprobs(float(own) - log_total, rank)
-        largest = self._row.largest(count)
-        top_logprobs = (largest.values.astype(np.float64) - log_total).tolist()
-        return TokenLogprobs(float(own) - log_total, rank, largest.token_ids.tolist(), top_logprobs)
+            return TokenLogprobs(own - log_total, rank)
+        largest = self._row.largest()
+        top_logprobs = (largest.values[:count].astype(np.float64) - log_total).tolist()
+        return TokenLogprobs(own - log_total, rank, largest.token_ids[:count].tolist(), top_logprobs)
 
 
 def _finish_greedy(token_ids: NDArray[np.intp], peaks: NDArray[np.float32]) -> Sampled:
