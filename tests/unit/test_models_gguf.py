@@ -334,3 +334,8 @@ def test_split_files_are_read_as_one(tiny_model: Tiny, tmp_path: Path) -> None:
     (tmp_path / "m-00002-of-00002.gguf").unlink()
     with pytest.raises(ModelError, match="parts of m are missing: m-00002-of-00002"):
         resolved(tmp_path / "m-00001-of-00002.gguf")
+
+
+def test_other_final_values_have_another_fingerprint(demo_model: ResolvedModel) -> None:
+    assert GgufCheckpoint(demo_model).fingerprint != GgufCheckpoint(demo_model, exact=True).fingerprint
+    assert GgufCheckpoint(demo_model).fingerprint == GgufCheckpoint(demo_model).fingerprint

@@ -10,6 +10,7 @@ Llama files hold q and k rows in llama.cpp's order (the two halves of a head int
 import mmap
 from collections.abc import Iterable
 from dataclasses import replace
+from hashlib import sha256
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from headwater.errors import ModelError
 from headwater.weights import ResolvedModel
 from headwater.weights.gguf import GgufFile, GgufTensor, read_gguf
 
+_VALUES = 1
+"""Version of the way from stored to final values: what was prepared from other values must not be taken for these."""
 _LARGEST_HALF = torch.finfo(torch.float16).max
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -34,7 +37,7 @@ class GgufCheckpoint:
     def __init__(self, model: ResolvedModel, *, exact: bool = False) -> None:
         self._exact = exact
         shards = [read_gguf(file) for file in model.weight_files]
-        self.fingerprint = model.weights_digest
+        self.fingerprint = sha256(f"{_VALUES}/{exact}/{model.weights_digest}".encode()).hexdigest()
         self._maps = [_map(shard) for shard in shards]
         self._tensors = {name: (number, t) for number, shard in enumerate(shards) for name, t in shard.tensors.items()}
         self._names = {hf: name for name in self._tensors if (hf := gguf_config.hugging_face_name(name))}
