@@ -123,7 +123,7 @@ def test_life_is_published() -> None:
             ready = it.store.feed.instances["worker-1"]
             assert (ready.card, ready.kv_blocks, ready.hardware) == (scripted_card(), 64, "test")
             assert list(it.store.feed.models) == ["org/scripted"]
-            assert it.progress == [Progress("load")]
+            assert it.progress == [Progress("load"), Progress("ready", detail="org/scripted")]
             it.shell.stop()
             await eventually(lambda: it.state == "draining", "draining")
             assert it.running is not None

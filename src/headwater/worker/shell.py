@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from headwater.engines.base import Engine, EngineInfo, ProgressSink
+from headwater.engines.base import Engine, EngineInfo, Progress, ProgressSink
 from headwater.errors import Draining, EngineFailed, HeadwaterError, InvalidRequest, Unavailable
 from headwater.protocol import PROTOCOL_VERSION
 from headwater.protocol.cluster import CatalogueEntry, Instance, ModelCard
@@ -85,12 +85,13 @@ class WorkerShell:
         event_address = await self._publisher.open(self._config.worker_id, self._engine.resident_blocks)
         instance = self._starting(request_address, event_address)
         self._lease = await self._registry.register(instance)
-        info = await self._engine.start(self, progress)
+        info = await self._engine.start(self, _without_ready(progress))
         self._artifacts = ArtifactStore(info.card.artifacts, info.artifacts)
         self._instance = _ready(instance, info)
         self._refusing = self._failure
         await self._registry.put_model(CatalogueEntry(info.card.name, info.card))
         await self._lease.update(self._instance)
+        progress(Progress("ready", detail=info.card.name))
         return info
 
     def stop(self) -> None:
@@ -280,6 +281,16 @@ class WorkerShell:
             host=socket.gethostname(),
             pid=os.getpid(),
         )
+
+
+def _without_ready(progress: ProgressSink) -> ProgressSink:
+    """An engine is ready before its worker is: that is told when the registry knows."""
+
+    def pass_on(report: Progress) -> None:
+        if report.phase != "ready":
+            progress(report)
+
+    return pass_on
 
 
 def _ready(instance: Instance, info: EngineInfo) -> Instance:
