@@ -1,7 +1,10 @@
 """Small parts of the frontend: routes, keys, records, histograms, cached files, remote errors."""
 
+from collections.abc import Sequence
 from hashlib import sha256
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -17,6 +20,7 @@ from headwater.errors import (
     Unauthorized,
     WorkerError,
 )
+from headwater.frontend import policies
 from headwater.frontend.artifacts import MAX_ARTIFACT_BYTES, ArtifactCache, verify
 from headwater.frontend.auth import ApiKeys
 from headwater.frontend.http.base import HttpRequest
@@ -28,6 +32,9 @@ from headwater.frontend.remote_errors import error_from
 from headwater.frontend.routes import Route, RouteTable
 from headwater.protocol.cluster import Artifact
 from headwater.protocol.request import ErrorInfo
+from headwater.router.policy import Decision, PolicySettings, decide
+from headwater.router.request import RouteRequest
+from headwater.router.view import WorkerView
 
 
 def request(method: str, path: str, **headers: bytes) -> HttpRequest:
@@ -212,8 +219,42 @@ def test_every_error_survives_the_wire() -> None:
         assert type(error_from(ErrorInfo.of(leaf("text")))) is leaf
 
 
+class FirstWorker:
+    """A routing policy as somebody else would write it."""
+
+    name: ClassVar[str] = "first"
+    uses_residency: ClassVar[bool] = False
+
+    def choose(self, request: RouteRequest, workers: Sequence[WorkerView]) -> Decision:
+        return decide(self.name, request, workers[0], workers)
+
+
 def test_policies_by_name() -> None:
     assert load_policy("round_robin").name == "round_robin"
     with pytest.raises(ConfigError) as caught:
         load_policy("least_loded")
     assert "least_loaded" in str(caught.value.hint)
+    assert load_policy("delay", PolicySettings(decode_share=0.0)).name == "delay"
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        load_policy("delay", PolicySettings(decode_share=2.0))
+
+
+def test_policies_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty lines of somebody's own."""
+
+    def offered(**_: str) -> list[EntryPoint]:
+        here = "headwater.router"
+        return [
+            EntryPoint("first", f"{FirstWorker.__module__}:FirstWorker", here),
+            EntryPoint("gone", "no_such_module:Policy", here),
+            EntryPoint("odd", "os:getcwd", here),
+        ]
+
+    monkeypatch.setattr(policies, "entry_points", offered)
+    assert load_policy("first").name == "first"
+    for name in ("gone", "odd"):
+        with pytest.raises(ConfigError, match=name):
+            load_policy(name)
+    with pytest.raises(ConfigError) as caught:
+        load_policy("fisrt")
+    assert "did you mean first?" in str(caught.value.hint)

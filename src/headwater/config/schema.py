@@ -75,8 +75,15 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How workers are chosen."""
 
-    router_policy: Annotated[str, _doc("round_robin, least_loaded, or a `headwater.router` entry point.")] = (
-        "least_loaded"
+    router_policy: Annotated[
+        str, _doc("delay, least_loaded, round_robin, another built-in one, or a `headwater.router` entry point.")
+    ] = "delay"
+    router_decode_share: Annotated[
+        float,
+        msgspec.Meta(ge=0, le=1, description="What matters: 0 the time to the first token, 1 that to the last one."),
+    ] = 1.0
+    router_index_blocks: Annotated[Positive, _doc("Distinct KV blocks the router remembers; about 130 bytes each.")] = (
+        8_000_000
     )
 
 

@@ -37,6 +37,7 @@ from headwater.frontend.openai.serving import ServedModel, build_model, openai_r
 from headwater.frontend.policies import load_policy
 from headwater.frontend.records import OpenRequests
 from headwater.frontend.routes import Route
+from headwater.router.policy import PolicySettings
 from headwater.router.router import Router
 from headwater.router.view import ClusterView
 from headwater.runtime.endpoints import parse_bind
@@ -79,8 +80,9 @@ class Frontend:
         self._clock = RealClock()
         self._started = self._clock.now()
         self._subscriber = planes.subscriber()
-        self.view = ClusterView()
-        router = Router(self.view, load_policy(config.router.router_policy))
+        self.view = ClusterView(max_index_blocks=config.router.router_index_blocks)
+        settings = PolicySettings(config.router.router_decode_share)
+        router = Router(self.view, load_policy(config.router.router_policy, settings))
         max_streams = limit * _SEQUENCES_PER_REQUEST
         self.dispatcher = ClusterDispatcher(router, records, metrics, self._clock, max_streams=max_streams)
         build = partial(build_model, tokenizer_backend=config.frontend.tokenizer_backend)

@@ -14,6 +14,7 @@ a counter, so that a run can be replayed.
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 from headwater.router.policy import Candidate, Decision, decide
@@ -31,15 +32,13 @@ def draw(counter: int) -> int:
     return z ^ z >> 31
 
 
-def _listed(request: RouteRequest, workers: Sequence[WorkerView], totals: Sequence[float]) -> tuple[Candidate, ...]:
-    if not request.explain:
-        return ()
+def _listed(workers: Sequence[WorkerView], totals: Sequence[float]) -> tuple[Candidate, ...]:
     return tuple(Candidate(w.worker_id, t, {"score": t}) for w, t in zip(workers, totals, strict=True))
 
 
 def _lowest(policy: str, request: RouteRequest, workers: Sequence[WorkerView], totals: Sequence[float]) -> Decision:
     winner = min(range(len(workers)), key=lambda i: (totals[i], workers[i].sent_tokens))
-    return decide(policy, request, workers[winner], workers, _listed(request, workers, totals))
+    return decide(policy, request, workers[winner], workers, partial(_listed, workers, totals))
 
 
 class Random:
@@ -52,7 +51,7 @@ class Random:
     def choose(self, request: RouteRequest, workers: Sequence[WorkerView]) -> Decision:
         self._counter += 1
         winner = workers[draw(self._counter) % len(workers)]
-        return decide(self.name, request, winner, workers, _listed(request, workers, [0.0] * len(workers)))
+        return decide(self.name, request, winner, workers, partial(_listed, workers, [0.0] * len(workers)))
 
 
 class PowerOfTwo:
@@ -67,7 +66,7 @@ class PowerOfTwo:
         pair = [workers[draw(self._counter + i) % len(workers)] for i in range(2)]
         winner = min(pair, key=lambda worker: worker.booked_sequences)
         loads = [float(worker.booked_sequences) for worker in workers]
-        return decide(self.name, request, winner, workers, _listed(request, workers, loads))
+        return decide(self.name, request, winner, workers, partial(_listed, workers, loads))
 
 
 class Dynamo:

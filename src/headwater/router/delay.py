@@ -4,28 +4,17 @@ Deterministic: no temperature, no random tie; equal prices go to the worker that
 class measure differently, prices closer than that disagreement count as equal, and the most cached prefix, then the
 fewest tokens sent so far, decide: an error that differs between workers would otherwise draw all cold prompts to the
 one that looks faster, and its cache would churn.
-Workers that no step time is known of are priced with `UNKNOWN`: only ratios matter, so any sane figures will do.
+The worker that the request is at home at (`RouteRequest.home`) gets a small discount.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from headwater.router.home import HomeRing
-from headwater.router.policy import Candidate, Decision, decide
-from headwater.router.price import Placement, Price, Profile, StepCosts, prefill_pairs, price, profile
+from headwater.router.policy import Candidate, Decision, PolicySettings, decide
+from headwater.router.price import Placement, Price, Profile, prefill_pairs, price, profile, totals
 from headwater.router.request import RouteRequest
 from headwater.router.view import WorkerView
 
-UNKNOWN = StepCosts(
-    prefill_step_ms=10.0,
-    prefill_token_ms=0.02,
-    prefill_pair_ms=1e-6,
-    decode_step_ms=6.0,
-    decode_sequence_ms=0.05,
-    decode_context_token_ms=5e-5,
-    chunk_tokens=2048,
-)
-"""About a 70B model on one server."""
 _LEAST_SPREAD = 0.02
 """Disagreement below this is noise of the measurement."""
 
@@ -37,50 +26,70 @@ class Delay:
     uses_residency: ClassVar[bool] = True
 
     def __init__(self, decode_share: float = 1.0) -> None:
+        self._decode_share = decode_share
         self._weights: Profile = profile(decode_share)
-        self._ring = HomeRing()
+
+    @classmethod
+    def configured(cls, settings: PolicySettings) -> Self:
+        return cls(settings.decode_share)
 
     def choose(self, request: RouteRequest, workers: Sequence[WorkerView]) -> Decision:
+        quote = self._quote(request, workers)
+        return decide(self.name, request, workers[quote.pick(workers)], workers, quote.candidates)
+
+    def prices(self, request: RouteRequest, workers: Sequence[WorkerView]) -> Sequence[float]:
+        return self._quote(request, workers).totals
+
+    def _quote(self, request: RouteRequest, workers: Sequence[WorkerView]) -> "_Quote":
+        hurry = request.latency_sensitivity
+        return _Quote(self._weights if hurry <= 1.0 else profile(self._decode_share / hurry), request, workers)
+
+
+class _Quote:
+    """The prices of one request, with all that is needed to explain them later."""
+
+    __slots__ = ("_cached", "_discount", "_home", "_ids", "_occupied", "_placement", "_weights", "totals")
+
+    def __init__(self, weights: Profile, request: RouteRequest, workers: Sequence[WorkerView]) -> None:
         expected = min(request.expected_output_tokens, float(request.max_tokens))
-        placement = Placement(request.num_prompt_tokens, request.num_sequences, expected, request.churn)
-        home = self._ring.home(request.keys, request.block_size, [worker.worker_id for worker in workers])
-        cached = request.cached_tokens.get
-        prices = [
-            price(worker.costs or UNKNOWN, self._weights, worker, placement, cached(worker.worker_id, 0))
-            for worker in workers
-        ]
-        totals = [sum(parts) for parts in prices]
-        discount = self._home_discount(workers[0].costs or UNKNOWN, request.num_prompt_tokens)
-        if home is not None:
-            totals[next(i for i, worker in enumerate(workers) if worker.worker_id == home)] -= discount
-        winner = self._pick(request, workers, prices, totals)
-        candidates = self._explain(workers, prices, home, discount) if request.explain else ()
-        return decide(self.name, request, workers[winner], workers, candidates)
+        self._weights = weights
+        self._placement = Placement(request.num_prompt_tokens, request.num_sequences, expected, request.churn)
+        self._ids = [worker.worker_id for worker in workers]
+        self._occupied = [worker.occupied or worker.occupy() for worker in workers]
+        cached = request.cached_tokens
+        self._cached = [cached.get(worker_id, 0) for worker_id in self._ids] if cached else [0] * len(workers)
+        self.totals = totals(weights, self._occupied, self._placement, self._cached)
+        self._home = self._ids.index(request.home) if request.home in self._ids else None
+        if self._home is not None:
+            self._discount = self._home_discount()
+            self.totals[self._home] -= self._discount
 
-    def _home_discount(self, costs: StepCosts, prompt_tokens: int) -> float:
-        cold_ms = costs.prefill_ms(prompt_tokens, prefill_pairs(prompt_tokens, 0))
-        return min(self._weights.home_ms, self._weights.home_share * cold_ms)
-
-    def _pick(
-        self, request: RouteRequest, workers: Sequence[WorkerView], prices: list[Price], totals: list[float]
-    ) -> int:
-        best = min(range(len(totals)), key=lambda i: (totals[i], workers[i].sent_tokens))
-        costs = workers[best].costs
-        if costs is None or costs.spread < _LEAST_SPREAD:
+    def pick(self, workers: Sequence[WorkerView]) -> int:
+        """Where the winner stands."""
+        least = min(self.totals)
+        best = min([i for i, total in enumerate(self.totals) if total == least], key=lambda i: workers[i].sent_tokens)
+        spread = self._occupied[best].costs.spread
+        if spread < _LEAST_SPREAD:
             return best
-        specific = prices[best].first_token + prices[best].stall + prices[best].worker_time
-        limit = totals[best] + costs.spread * specific
-        cached = request.cached_tokens.get
-        equals = [i for i, total in enumerate(totals) if total <= limit]
-        return min(equals, key=lambda i: (-cached(workers[i].worker_id, 0), workers[i].sent_tokens))
+        parts = self._price(best)
+        limit = least + spread * (parts.first_token + parts.stall + parts.worker_time)
+        equals = [i for i, total in enumerate(self.totals) if total <= limit]
+        return min(equals, key=lambda i: (-self._cached[i], workers[i].sent_tokens))
 
-    def _explain(
-        self, workers: Sequence[WorkerView], prices: list[Price], home: str | None, discount: float
-    ) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[Candidate, ...]:
         explained: list[Candidate] = []
-        for worker, parts in zip(workers, prices, strict=True):
-            named = {f"{name}_ms": value for name, value in parts._asdict().items()}
-            if worker.worker_id == home:
-                named["home_ms"] = -discount
-            explained.append(Candidate(worker.worker_id, sum(named.values()), named))
+        for number, worker_id in enumerate(self._ids):
+            parts = {f"{name}_ms": value for name, value in self._price(number)._asdict().items()}
+            if number == self._home:
+                parts["home_ms"] = -self._discount
+            explained.append(Candidate(worker_id, sum(parts.values()), parts))
         return tuple(explained)
+
+    def _price(self, number: int) -> Price:
+        occupied = self._occupied[number]
+        return price(occupied.costs, self._weights, occupied, self._placement, self._cached[number])
+
+    def _home_discount(self) -> float:
+        prompt_tokens = self._placement.prompt_tokens
+        cold_ms = self._occupied[0].costs.prefill_ms(prompt_tokens, prefill_pairs(prompt_tokens, 0))
+        return min(self._weights.home_ms, self._weights.home_share * cold_ms)

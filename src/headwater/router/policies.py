@@ -1,7 +1,7 @@
 """The built-in policies."""
 
 from collections.abc import Sequence
-from operator import attrgetter
+from functools import partial
 from typing import ClassVar
 
 from headwater.router.baselines import Dynamo, LlmD, PowerOfTwo, Preble, Random, SglangCacheAware
@@ -9,8 +9,6 @@ from headwater.router.delay import Delay
 from headwater.router.policy import Candidate, Decision, Policy, decide
 from headwater.router.request import RouteRequest
 from headwater.router.view import WorkerView
-
-_load_tokens = attrgetter("load_tokens")
 
 
 class RoundRobin:
@@ -25,8 +23,7 @@ class RoundRobin:
     def choose(self, request: RouteRequest, workers: Sequence[WorkerView]) -> Decision:
         winner = workers[self._turn % len(workers)]
         self._turn += 1
-        candidates = tuple(Candidate(worker.worker_id, 0.0) for worker in workers) if request.explain else ()
-        return decide(self.name, request, winner, workers, candidates)
+        return decide(self.name, request, winner, workers, partial(_by_load, workers, [0] * len(workers)))
 
 
 class LeastLoaded:
@@ -44,22 +41,17 @@ class LeastLoaded:
 
     def choose(self, request: RouteRequest, workers: Sequence[WorkerView]) -> Decision:
         self._turn = start = (self._turn + 1) % len(workers)
-        winner = min(workers[start:], key=_load_tokens)
-        if start and winner.load_tokens > 0:
-            before = min(workers[:start], key=_load_tokens)
-            if before.load_tokens < winner.load_tokens:
-                winner = before
-        candidates = tuple(map(_explained, workers)) if request.explain else ()
-        return decide(self.name, request, winner, workers, candidates)
+        loads = [worker.load_tokens for worker in workers]
+        least = min(loads)
+        winner = loads.index(least, start) if least in loads[start:] else loads.index(least)
+        return decide(self.name, request, workers[winner], workers, partial(_by_load, workers, loads))
 
 
-def _explained(worker: WorkerView) -> Candidate:
-    parts = {
-        "booked_prefill_tokens": float(worker.booked_prefill_tokens),
-        "booked_output_tokens": float(worker.booked_output_tokens),
-        "foreign_tokens": float(worker.foreign_tokens),
-    }
-    return Candidate(worker.worker_id, float(worker.load_tokens), parts)
+def _by_load(workers: Sequence[WorkerView], loads: Sequence[int]) -> tuple[Candidate, ...]:
+    return tuple(
+        Candidate(worker.worker_id, float(load), {"load_tokens": float(load)})
+        for worker, load in zip(workers, loads, strict=True)
+    )
 
 
 BUILTIN: dict[str, type[Policy]] = {

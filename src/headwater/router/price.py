@@ -18,6 +18,7 @@ block displaces is worth something only when caches are full.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -94,6 +95,18 @@ class StepCosts:
         return self.decode_step_ms + self.decode_sequence_ms * sequences + self.decode_context_token_ms * context_tokens
 
 
+UNKNOWN = StepCosts(
+    prefill_step_ms=10.0,
+    prefill_token_ms=0.02,
+    prefill_pair_ms=1e-6,
+    decode_step_ms=6.0,
+    decode_sequence_ms=0.05,
+    decode_context_token_ms=5e-5,
+    chunk_tokens=2048,
+)
+"""About a 70B model on one server, for workers that no step time is known of: only ratios matter."""
+
+
 class Occupied(Protocol):
     """What a worker already has to do. `WorkerView` is one."""
 
@@ -120,6 +133,38 @@ class Occupied(Protocol):
     def speed_factor(self) -> float:
         """How much slower than its class; applied to its own queue only."""
         ...
+
+
+class Occupancy(NamedTuple):
+    """What a worker had to do at one moment. Implements `Occupied`, with what depends on nothing else worked out."""
+
+    costs: StepCosts
+    booked_prefill_tokens: int
+    booked_prefill_pairs: float
+    num_prefilling: int
+    num_decoding: int
+    booked_context_tokens: int
+    speed_factor: float
+    backlog_ms: float
+    """Time of the booked prefill."""
+    step_ms: float
+    """Time of a decode step with all its sequences in it."""
+
+
+def occupancy(costs: StepCosts, worker: Occupied) -> Occupancy:
+    tokens, pairs = worker.booked_prefill_tokens, worker.booked_prefill_pairs
+    prefilling, decoding, context = worker.num_prefilling, worker.num_decoding, worker.booked_context_tokens
+    return Occupancy(
+        costs,
+        tokens,
+        pairs,
+        prefilling,
+        decoding,
+        context,
+        worker.speed_factor,
+        costs.prefill_ms(tokens, pairs),
+        costs.decode_ms(prefilling + decoding, context),
+    )
 
 
 class Placement(NamedTuple):
@@ -170,3 +215,40 @@ def price(costs: StepCosts, weights: Profile, worker: Occupied, placement: Place
         weights.slow_down * slower_ms * (rest / 2) * (decoding / 2 + prefilling),
         (weights.worker_time + weights.churn_time * churn) * added_ms,
     )
+
+
+def totals(
+    weights: Profile, workers: Sequence[Occupancy], placement: Placement, cached_tokens: Sequence[int]
+) -> list[float]:
+    """`sum(price(...))` for each worker, but for rounding: one loop, as every request pays it for every worker."""
+    prompt_tokens, num_sequences, rest, churn = placement
+    decode_weight, stall_weight, share = weights.own_decode * rest, weights.stall, weights.stall_decoding_share
+    slow_weight, half_rest = weights.slow_down, rest / 2
+    time_weight = weights.worker_time + weights.churn_time * churn
+    cold_pairs = prefill_pairs(prompt_tokens, 0)
+    known = None
+    found: list[float] = []
+    for (costs, tokens, pairs, prefilling, decoding, _, speed, backlog_ms, step_ms), cached in zip(
+        workers, cached_tokens, strict=True
+    ):
+        if costs is not known:
+            known, chunk_tokens, chunk_ms = costs, costs.chunk_tokens, costs.prefill_step_ms
+            token_ms, pair_ms = costs.prefill_token_ms, costs.prefill_pair_ms
+            slower_ms = costs.decode_sequence_ms * num_sequences + costs.decode_context_token_ms * prompt_tokens
+        new = prompt_tokens - cached
+        tokens += new
+        pairs += new * (cached + (new + 1) / 2) if cached else cold_pairs
+        chunks = -(-tokens // chunk_tokens)
+        first_ms = chunks * chunk_ms + token_ms * tokens + pair_ms * pairs
+        added_ms = first_ms - backlog_ms
+        if speed != 1.0:
+            first_ms += (speed - 1.0) * backlog_ms
+        total = decode_weight * (step_ms + slower_ms) + time_weight * added_ms
+        if prefilling or decoding:
+            total += (
+                step_ms * chunks
+                + stall_weight * added_ms * (share * decoding + prefilling)
+                + slow_weight * slower_ms * half_rest * (decoding / 2 + prefilling)
+            )
+        found.append(first_ms + total)
+    return found

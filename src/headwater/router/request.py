@@ -20,12 +20,20 @@ class RouteRequest:
     expected_output_tokens: float = 0.0
     """If the client said so; 0: the router fills in the running mean of the model."""
     session_id: str | None = None
+    session_keep_s: float = 0.0
+    """When the session's next turn is expected, if the client said so."""
     now: float = 0.0
     """Seconds on any clock that does not run backwards."""
-    explain: bool = False
-    """Whether all candidates are to be listed in the decision."""
+    prefix_group: str | None = None
+    """A name the client gave to all requests that begin alike."""
+    pinned_to: str | None = None
+    """The only worker it may go to."""
+    latency_sensitivity: float = 1.0
+    """Above 1: the first token matters so many times more than the operator's settings say."""
     keys: Sequence[int] = ()
     """Filled in by the router: index keys of `block_ids`."""
+    home: str | None = None
+    """Filled in by the router: the worker that is to have it when nothing else decides."""
     churn: float = 0.0
     """Filled in by the router: blocks displaced per block stored, lately."""
     cached_tokens: Mapping[str, int] = field(default_factory=dict[str, int])

@@ -9,13 +9,13 @@ its worker was lost, also if the worker comes back.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headwater.kv.index import block_keys
 from headwater.perf.model import PerfModel, StepModel
 from headwater.protocol.cluster import Instance
 from headwater.protocol.events import EventSnapshot, LoadReport, WorkerEvent
-from headwater.router.price import StepCosts, prefill_pairs
+from headwater.router.price import UNKNOWN, Occupancy, StepCosts, occupancy, prefill_pairs
 from headwater.router.request import RouteRequest
 from headwater.router.residency import Residency
 from headwater.types import WorkerId
@@ -65,10 +65,12 @@ class WorkerView:
     """How much slower than its class it has proven to be."""
     sent_tokens: int = 0
     """Prompt tokens ever sent there to be computed."""
+    occupied: Occupancy | None = None
+    """What it has to do, for prices; None when that has changed since `occupy`."""
+    worker_id: str = field(init=False)
 
-    @property
-    def worker_id(self) -> str:
-        return self.instance.worker_id
+    def __post_init__(self) -> None:
+        self.worker_id = self.instance.worker_id
 
     @property
     def num_decoding(self) -> int:
@@ -79,7 +81,13 @@ class WorkerView:
         """Whether new requests may be sent to it."""
         return self.connected and self.instance.state == "ready" and self.instance.role != "prefill"
 
+    def occupy(self) -> Occupancy:
+        """`occupied`, worked out anew."""
+        self.occupied = occupancy(self.costs or UNKNOWN, self)
+        return self.occupied
+
     def refresh(self) -> None:
+        self.occupied = None
         self.load_tokens = self.booked_prefill_tokens + self.booked_output_tokens + self.foreign_tokens
 
 
@@ -297,6 +305,7 @@ class ClusterView:
             self.perf.observe_step(hardware, worker.worker_id, timing)
         self.set_costs(hardware, model, worker.instance.max_num_batched_tokens)
         worker.speed_factor = self.perf.worker_factor(worker.worker_id)
+        worker.refresh()
 
     def set_costs(self, hardware: str, model: StepModel, chunk_tokens: int) -> None:
         """Let all workers of a class be priced by this model."""
@@ -315,6 +324,7 @@ class ClusterView:
         for worker in self._workers.values():
             if time_class(worker.instance) == hardware:
                 worker.costs = costs
+                worker.occupied = None
 
     def _learn(self, fingerprint: str, num_generated: int) -> None:
         typical = self._typical_output.get(fingerprint)

@@ -67,6 +67,8 @@ SCALARS: dict[str, st.SearchStrategy[str]] = {
 def spelled(field: Field) -> st.SearchStrategy[str]:
     if field.choices:
         return st.sampled_from(field.choices)
+    if field.kind == "float" and field.maximum is not None:
+        return st.integers(0, int(field.maximum * 8)).map(lambda n: str(n / 8))
     return SCALARS[field.kind]
 
 
