@@ -5,6 +5,7 @@ is loaded only from a place that other users cannot write to.
 """
 
 import ctypes
+import fcntl
 import logging
 import os
 import stat
@@ -37,8 +38,12 @@ def _build(target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not _private(target.parent):
             raise KernelsUnavailable(f"other users can write to {target.parent}: refusing to build kernels there")
-        logger.info("compiling the CPU kernels into %s", target.parent)
-        build_library(target)
+        with (target.parent / ".building").open("w") as lock:
+            # Workers that start together wait for the one that compiles; the compiler bounds the wait.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_file():
+                logger.info("compiling the CPU kernels into %s", target.parent)
+                build_library(target)
     except (BuildError, OSError) as error:
         raise KernelsUnavailable(f"cannot build the CPU kernels: {error}") from error
 
