@@ -1,397 +1,167 @@
-"""What the frontend costs: CPU of its process per request, per prompt token and per streamed token.
+"""What our frontend costs and withstands: CPU per request and token, memory, many streams, slow readers, long prompts.
 
-Starts a registry folder, mocker workers at infinite (or paced) speed, one frontend, and a light load generator, each
-in its own process; every number is the frontend's own CPU time from /proc. Run it on an otherwise idle machine and
-compare CPU, not rates: all of it shares the cores.
+Starts a registry folder, mock workers at infinite (or paced) speed, one frontend, and a light load generator, each in
+its own process; CPU is the frontend's own, from /proc. All of it shares the cores: compare CPU, not rates.
+bench/peers/frontend_cost.py has the costs beside those of NVIDIA Dynamo.
 
-    python bench/frontend_cost.py                   all scenarios, a table and JSON
-    python bench/frontend_cost.py short long        some of them
+    python bench/frontend_cost.py                    all scenarios, JSON
+    python bench/frontend_cost.py costs long         some of them
     python bench/frontend_cost.py --seconds 10 --workers 4 --router-policy round_robin
 """
 
 import argparse
-import asyncio
-import contextlib
 import json
 import os
 import random
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import uvloop
+from frontend_load import SIMPLE_WORDS, Load, Result, http_request, result_of, run_load, start_load
+from own_cluster import ClusterOptions, cluster
+from processes import cpu_s, free_port, rss_mb, running
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-SIMPLE_WORDS = "time year people way day man thing woman life child world school state family student".split()  # noqa: SIM905
-
-
-# -- processes ------------------------------------------------------------------------------------------------------
-
-
-def cpu_s(pid: int) -> float:
-    """User and system time of all threads, to the nanosecond where the kernel tells."""
-    total_ns = 0
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            total_ns += int((thread / "schedstat").read_text().split()[0])
-    return total_ns / 1e9
+SHORT, LONG = 101, 2001
+"""Words; the template adds 30 tokens."""
+Row = dict[str, Any]
 
 
-def rss_mb(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES / 1e6
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def cluster(args: argparse.Namespace, step_ms: float) -> Iterator[tuple[int, int]]:
-    """(port, pid of the frontend) of a running cluster."""
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="hw-bench-") as folder:
-        environment = {**os.environ, "XDG_RUNTIME_DIR": folder, "OMP_NUM_THREADS": "1"}
-        registry = f"file://{folder}/registry"
-        workers = [sys.executable, __file__, "--role", "workers", "--registry", registry]
-        workers += ["--workers", str(args.workers), "--step-ms", str(step_ms)]
-        frontend = [sys.executable, "-m", "headwater", "frontend", "--registry", registry, "--port", str(port)]
-        frontend += ["--router-policy", args.router_policy, *args.frontend_flag]
-        log = open(args.log or os.devnull, "ab")  # noqa: SIM115 - closed below
-        children = [subprocess.Popen(words, env=environment, stderr=log) for words in (workers, frontend)]
-        try:
-            wait_ready(port, children)
-            yield port, children[1].pid
-        finally:
-            for child in reversed(children):
-                child.send_signal(signal.SIGTERM)
-            for child in children:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(10)
-                child.kill()
-            log.close()
-
-
-def wait_ready(port: int, children: list["subprocess.Popen[bytes]"]) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if any(child.poll() is not None for child in children):
-            raise SystemExit("a process ended before the cluster was ready; see --log FILE")
-        with contextlib.suppress(urllib.error.URLError, OSError):
-            if urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2).status == 200:
-                time.sleep(0.5)
-                return
-        time.sleep(0.05)
-    raise SystemExit("the cluster did not become ready")
-
-
-async def run_workers(args: argparse.Namespace) -> None:
-    """Several workers in one process, each with a real mocker engine behind real planes."""
-    from headwater.config.schema import EngineConfig
-    from headwater.engines.mocker.engine import MockerEngine
-    from headwater.runtime.endpoints import parse_bind
-    from headwater.runtime.planes import ZmqPlanes
-    from headwater.runtime.registry.open import open_registry
-    from headwater.worker.shell import ShellConfig, WorkerShell
-
-    paced = args.step_ms > 0
-    config = EngineConfig(
-        engine="mocker",
-        served_model_name=("bench",),
-        max_num_seqs=1024,
-        max_waiting=8192,
-        num_kv_blocks=200_000,
-        max_model_len=40_000,
-        mocker_speedup=1.0 if paced else 0.0,
-        mocker_prefill_ms_per_token=0.0001,
-        mocker_decode_base_ms=args.step_ms,
-        mocker_decode_ms_per_sequence=0.0,
-        mocker_decode_ms_per_kv_token=0.0,
-    )
-    registry = open_registry(args.registry)
-    planes = ZmqPlanes(parse_bind("ipc"))
-    shells = [
-        WorkerShell(MockerEngine(config), registry, planes, ShellConfig(f"w{i}", "mocker", "bench", drain_timeout_s=1))
-        for i in range(args.workers)
-    ]
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    running = [asyncio.create_task(shell.run(lambda progress: None)) for shell in shells]
-    await stop.wait()
-    for shell in shells:
-        shell.stop()
-    await asyncio.gather(*running, return_exceptions=True)
-    await registry.close()
-    await planes.close()
-
-
-# -- load -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Load:
-    """One run of the load generator."""
-
-    port: int
-    words: int
-    max_tokens: int
-    connections: int
-    seconds: float = 5.0
-    requests: int = 0
-    """Stop after so many; 0: after the time."""
-    varied: bool = True
-    seed: int = 1
-
-
-@dataclass
-class Result:
-    requests: int = 0
-    errors: int = 0
-    error_sample: str = ""
-    reads: int = 0
-    wall_s: float = 0.0
-    ttft_ms: list[float] = field(default_factory=list)
-    gaps_ms: list[float] = field(default_factory=list)
-
-
-class Client(asyncio.Protocol):
-    """One connection, one request after the other. Looks at no more of an answer than it must."""
-
-    def __init__(self, runner: "Runner") -> None:
-        self.runner = runner
-        self.head = b""
-        self.tail = b""
-        self.reads = 0
-        self.began = 0.0
-        self.last = 0.0
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
-        self.next()
-
-    def next(self) -> None:
-        request = self.runner.next_request()
-        if request is None:
-            self.transport.close()
-            return
-        self.head, self.tail, self.reads = b"", b"", 0
-        self.began = time.perf_counter()
-        self.transport.write(request)
-
-    def data_received(self, data: bytes) -> None:
-        now = time.perf_counter()
-        runner = self.runner
-        if not self.reads:
-            self.head = data[:300]
-            runner.result.ttft_ms.append((now - self.began) * 1e3)
-        elif runner.keep_gaps:
-            runner.result.gaps_ms.append((now - self.last) * 1e3)
-        self.last = now
-        self.reads += 1
-        self.tail = (self.tail + data)[-64:]
-        if not self.head.startswith(b"HTTP/1.1 200"):
-            runner.failed(self.head)
-            self.transport.close()
-        elif self.tail.endswith(b"\r\n0\r\n\r\n"):
-            runner.result.requests += 1
-            runner.result.reads += self.reads
-            if b"[DONE]" not in self.tail:
-                runner.failed(self.tail)
-            self.next()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.runner.lost(self)
-
-
-class Runner:
-    def __init__(self, load: Load, keep_gaps: bool = False) -> None:
-        self.load = load
-        self.keep_gaps = keep_gaps
-        self.result = Result()
-        self.random = random.Random(load.seed)
-        self.sent = 0
-        self.open = 0
-        self.done = asyncio.Event()
-        self.deadline = 0.0
-
-    async def run(self) -> Result:
-        loop = asyncio.get_running_loop()
-        began = time.perf_counter()
-        self.deadline = began + self.load.seconds
-        self.open = self.load.connections
-        for start in range(0, self.load.connections, 200):
-            batch = min(200, self.load.connections - start)
-            await asyncio.gather(
-                *(loop.create_connection(lambda: Client(self), "127.0.0.1", self.load.port) for _ in range(batch))
-            )
-        await self.done.wait()
-        self.result.wall_s = time.perf_counter() - began
-        return self.result
-
-    def next_request(self) -> bytes | None:
-        load = self.load
-        over = self.sent >= load.requests if load.requests else time.perf_counter() >= self.deadline
-        if over:
-            return None
-        self.sent += 1
-        return http_request(prompt_of(self.random, load.words), load.max_tokens)
-
-    def failed(self, sample: bytes) -> None:
-        self.result.errors += 1
-        self.result.error_sample = self.result.error_sample or sample.decode(errors="replace")
-
-    def lost(self, client: Client) -> None:
-        self.open -= 1
-        if self.open == 0:
-            self.done.set()
-
-
-def prompt_of(rng: random.Random, words: int) -> str:
-    return " ".join(rng.choices(SIMPLE_WORDS, k=words))
-
-
-def http_request(prompt: str, max_tokens: int) -> bytes:
-    body = json.dumps(
-        {
-            "model": "bench",
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": max_tokens,
-            "stream": True,
-            "temperature": 0.7,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-        }
-    ).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
-    return (head + f"content-length: {len(body)}\r\n\r\n").encode() + body
-
-
-def run_load(load: Load) -> Result:
-    """In a process of its own."""
-    words = [sys.executable, __file__, "--role", "load", "--load", json.dumps(asdict(load))]
-    return Result(**json.loads(subprocess.run(words, check=True, capture_output=True).stdout))
-
-
-# -- scenarios ------------------------------------------------------------------------------------------------------
-
-
-def words_for(port: int, tokens: int) -> int:
-    """How many words make a prompt of so many tokens, template included."""
-    body = json.dumps(
-        {"model": "bench", "messages": [{"role": "user", "content": prompt_of(random.Random(0), 50)}], "max_tokens": 1}
-    ).encode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions", body, {"content-type": "application/json"}
-    )
-    counted = json.load(urllib.request.urlopen(request))["usage"]["prompt_tokens"]
-    return max(1, tokens - (counted - 50))
-
-
-def measure(port: int, pid: int, load: Load) -> dict[str, float]:
-    run_load(Load(**{**asdict(load), "seconds": 1.0, "seed": load.seed + 1000, "requests": min(load.requests, 500)}))
+def measure(pid: int, load: Load) -> Row:
+    """After a second of the same load as a warm-up."""
+    run_load(replace(load, seconds=1.0, seed=load.seed + 1000, requests=min(load.requests, 500)))
     before = cpu_s(pid)
     result = run_load(load)
-    used = cpu_s(pid) - before
-    if result.errors:
-        print("errors:", result.errors, result.error_sample, file=sys.stderr)
+    used_s = cpu_s(pid) - before
     requests = max(1, result.requests)
     return {
         "requests": result.requests,
-        "errors": result.errors,
-        "cpu_ms_per_request": used * 1e3 / requests,
+        **errors_of(result),
+        "cpu_ms_per_request": used_s * 1e3 / requests,
         "requests_per_s": result.requests / result.wall_s,
         "tokens_per_s": result.requests * load.max_tokens / result.wall_s,
         "reads_per_request": result.reads / requests,
-        "ttft_p50_ms": statistics.median(result.ttft_ms) if result.ttft_ms else 0.0,
+        "ttft_p50_ms": statistics.median(result.ttft_ms or [0.0]),
         "rss_mb": rss_mb(pid),
     }
 
 
-def scenario_costs(args: argparse.Namespace) -> dict[str, Any]:
+def errors_of(result: Result) -> Row:
+    return {"errors": result.errors, **({"error_sample": result.error_sample} if result.errors else {})}
+
+
+def middle(rows: list[Row], figure: str) -> Row:
+    return sorted(rows, key=lambda row: row[figure])[len(rows) // 2]
+
+
+def scenario_costs(args: argparse.Namespace) -> Row:
     """Short and long prompts, one token and a hundred, workers without delay."""
-    found: dict[str, Any] = {}
-    with cluster(args, 0.0) as (port, pid):
+    found: Row = {}
+    with cluster(options(args)) as (port, pid):
         found["rss_at_start_mb"] = rss_mb(pid)
-        short, long = words_for(port, 131), words_for(port, 2031)
-        cells = {"131->1": (short, 1), "2031->1": (long, 1), "131->100": (short, 100)}
+        cells = {"131->1": (SHORT, 1), "2031->1": (LONG, 1), "131->100": (SHORT, 100)}
         for name, (words, tokens) in cells.items():
             rounds = [
-                measure(port, pid, Load(port, words, tokens, 64, args.seconds, seed=number))
-                for number in range(args.rounds)
+                measure(pid, Load(port, words, tokens, 64, args.seconds, seed=number)) for number in range(args.rounds)
             ]
-            found[name] = sorted(rounds, key=lambda row: row["cpu_ms_per_request"])[len(rounds) // 2]
+            found[name] = middle(rounds, "cpu_ms_per_request")
     one, long_one, many = (found[name]["cpu_ms_per_request"] for name in cells)
-    found["us_per_prompt_token"] = (long_one - one) * 1e3 / 1900
+    found["us_per_prompt_token"] = (long_one - one) * 1e3 / (LONG - SHORT)
     found["us_per_streamed_token_joined"] = (many - one) * 1e3 / 99
     return found
 
 
-def scenario_paced(args: argparse.Namespace) -> dict[str, Any]:
+def scenario_paced(args: argparse.Namespace) -> Row:
     """Every token has a write of its own: steps of 5 ms, 64 streams; steps of 40 ms, 1,000 streams."""
-    found: dict[str, Any] = {}
+    found: Row = {}
     for name, step_ms, streams in (("5 ms, 64 streams", 5.0, 64), ("40 ms, 1000 streams", 40.0, 1000)):
-        with cluster(args, step_ms) as (port, pid):
-            words = words_for(port, 131)
-            row = measure(port, pid, Load(port, words, 100, streams, args.seconds * 2))
+        with cluster(options(args, step_ms)) as (port, pid):
+            row = measure(pid, Load(port, SHORT, 100, streams, args.seconds * 2))
             row["us_per_token"] = row["cpu_ms_per_request"] * 10
             found[name] = row
     return found
 
 
-def scenario_streams(args: argparse.Namespace) -> dict[str, Any]:
+def scenario_streams(args: argparse.Namespace) -> Row:
     """2,000 concurrent streams."""
-    with cluster(args, 20.0) as (port, pid):
-        words = words_for(port, 131)
-        return measure(port, pid, Load(port, words, 100, 2000, requests=6000))
+    with cluster(options(args, 20.0)) as (port, pid):
+        return measure(pid, Load(port, SHORT, 100, 2000, requests=6000))
 
 
-def scenario_memory(args: argparse.Namespace) -> dict[str, Any]:
+def scenario_memory(args: argparse.Namespace) -> Row:
     """Resident memory over many requests."""
-    with cluster(args, 0.0) as (port, pid):
-        words = words_for(port, 131)
-        series = []
-        for number in range(11):
-            if number:
-                run_load(Load(port, words, 2, 64, requests=args.memory_requests // 10, seed=number))
+    with cluster(options(args)) as (port, pid):
+        series = [round(rss_mb(pid), 1)]
+        errors = 0
+        for number in range(10):
+            errors += run_load(Load(port, SHORT, 2, 64, requests=args.memory_requests // 10, seed=number)).errors
             series.append(round(rss_mb(pid), 1))
-        return {"requests": args.memory_requests, "rss_mb": series}
+        return {"requests": args.memory_requests, "errors": errors, "rss_mb": series}
 
 
-def scenario_long(args: argparse.Namespace) -> dict[str, Any]:
+def scenario_slow_readers(args: argparse.Namespace) -> Row:
+    """Clients that ask for 30,000 tokens (7 MB) each and read nothing, beside one that does read."""
+    readers = 64
+    with cluster(options(args)) as (port, pid):
+        measure(pid, Load(port, SHORT, 100, 1, 1.0))
+        before, peak = rss_mb(pid), 0.0
+        connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(readers)]
+        for number, connection in enumerate(connections):
+            connection.sendall(http_request(" ".join(SIMPLE_WORDS) + f" {number}", 30_000))
+        beside = start_load(Load(port, SHORT, 100, 1, 8.0))
+        while beside.poll() is None:
+            peak = max(peak, rss_mb(pid))
+            time.sleep(0.02)
+        cut = sum(is_cut(connection) for connection in connections)
+        well = result_of(beside)
+        return {
+            "slow_readers": readers,
+            "cut_off": cut,
+            "rss_before_mb": before,
+            "rss_peak_mb": peak,
+            "peak_mb_per_reader": (peak - before) / readers,
+            "beside": {"requests": well.requests, **errors_of(well)},
+        }
+
+
+def is_cut(connection: socket.socket) -> bool:
+    """Whether the answer ends before its end."""
+    connection.settimeout(5)
+    data = b""
+    try:
+        while piece := connection.recv(1 << 20):
+            data = piece[-100:]
+    except OSError:
+        pass
+    connection.close()
+    return b"[DONE]" not in data
+
+
+def scenario_long(args: argparse.Namespace) -> Row:
     """Gaps of 32 streams at 5 ms, alone, beside prompts of 30,000 tokens, and beside prompts of 10 MB."""
-    found: dict[str, Any] = {}
-    with cluster(args, 5.0) as (port, pid):
-        words = words_for(port, 131)
+    found: Row = {}
+    with cluster(options(args, 5.0)) as (port, pid):
         big = " ".join(random.Random(5).choices(SIMPLE_WORDS, k=29_900))
         huge = " ".join(random.Random(6).choices(SIMPLE_WORDS, k=1_900_000))[:10_000_000]
-        for name, prompt in (("alone", None), ("30,000 tokens", big), ("10 MB", huge), ("alone again", None)):
-            load = Load(port, words, 100, 32, args.seconds * 2)
-            command = [sys.executable, __file__, "--role", "gaps", "--load", json.dumps(asdict(load))]
-            child = subprocess.Popen(command, stdout=subprocess.PIPE)
-            answers = beside(port, prompt, args.seconds * 2 - 1) if prompt is not None else []
-            output, _ = child.communicate()
-            row = json.loads(output)
-            if answers:
-                row["big_requests"] = len(answers)
-                row["big_status"] = sorted({status for status, _ in answers})
-                row["big_ms_p50"] = statistics.median(ms for _, ms in answers)
-                row["big_ms_max"] = max(ms for _, ms in answers)
-            found[name] = row
+        for turn in range(args.rounds):
+            for name, prompt in (("alone", None), ("30,000 tokens", big), ("10 MB", huge)):
+                child = start_load(Load(port, SHORT, 100, 32, args.seconds * 2, seed=turn, keep_gaps=True))
+                answers = beside(port, prompt, args.seconds * 2 - 1) if prompt is not None else []
+                result = result_of(child)
+                gaps = sorted(result.gaps_ms)
+                row: Row = {f"gap_p{share}_ms": gaps[int(len(gaps) * share / 100)] for share in (50, 99, 99.9)}
+                row |= {"gap_max_ms": gaps[-1], **errors_of(result)}
+                if answers:
+                    row["big_requests"] = len(answers)
+                    row["big_status"] = sorted({status for status, _ in answers})
+                    row["big_ms_p50"] = statistics.median(ms for _, ms in answers)
+                    row["big_ms_max"] = max(ms for _, ms in answers)
+                found.setdefault(name, []).append(row)
         found["rss_mb"] = rss_mb(pid)
-    return found
+    return {name: middle(rows, "gap_p99_ms") if isinstance(rows, list) else rows for name, rows in found.items()}
 
 
 def beside(port: int, prompt: str, seconds: float) -> list[tuple[int, float]]:
@@ -415,21 +185,57 @@ def beside(port: int, prompt: str, seconds: float) -> list[tuple[int, float]]:
     return answers
 
 
+def scenario_boot(args: argparse.Namespace) -> Row:
+    """`headwater serve` as a user starts it: seconds from process start to the first streamed token."""
+    found: Row = {}
+    for workers in (1, args.workers):
+        times = []
+        for _ in range(args.rounds):
+            port = free_port()
+            command = [sys.executable, "-m", "headwater", "serve", "--engine", "mocker", "--mocker-speedup", "0"]
+            command += ["--served-model-name", "bench", "--workers", str(workers), "--port", str(port)]
+            with tempfile.TemporaryDirectory(prefix="hw-bench-") as folder:
+                environment = {**os.environ, "XDG_RUNTIME_DIR": folder}
+                began = time.perf_counter()
+                with running([command], environment, args.log):
+                    times.append(first_token_s(port, began))
+        found[f"{workers} workers"] = {"s": statistics.median(times), "runs": times}
+    return found
+
+
+def first_token_s(port: int, began: float) -> float:
+    """From `began` to the first token anybody could get, asking again until there is one."""
+    request = http_request("Hello", 1)
+    while time.perf_counter() - began < 120:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+                connection.sendall(request)
+                data = b""
+                while piece := connection.recv(1 << 16):
+                    data += piece
+                    if b" 200 " not in data[:20]:
+                        break
+                    if b'"content":"' in data.replace(b'"content":""', b""):
+                        return time.perf_counter() - began
+        except OSError:
+            pass
+        time.sleep(0.02)
+    raise SystemExit("no token came within two minutes; see --log FILE")
+
+
+def options(args: argparse.Namespace, step_ms: float = 0.0) -> ClusterOptions:
+    return ClusterOptions(args.workers, step_ms, args.router_policy, tuple(args.frontend_flag), args.log)
+
+
 SCENARIOS = {
+    "boot": scenario_boot,
     "costs": scenario_costs,
     "paced": scenario_paced,
     "streams": scenario_streams,
+    "slow_readers": scenario_slow_readers,
     "long": scenario_long,
     "memory": scenario_memory,
 }
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
-
-
-async def play(load: Load, keep_gaps: bool) -> Result:
-    return await Runner(load, keep_gaps).run()
 
 
 def main() -> None:
@@ -442,28 +248,12 @@ def main() -> None:
     parser.add_argument("--memory-requests", type=int, default=200_000)
     parser.add_argument("--frontend-flag", action="append", default=[])
     parser.add_argument("--log", help="file for what the processes log")
-    parser.add_argument("--role", default="main", help=argparse.SUPPRESS)
-    parser.add_argument("--registry", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--step-ms", type=float, default=0.0, help=argparse.SUPPRESS)
-    parser.add_argument("--load", default="{}", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.role == "workers":
-        uvloop.run(run_workers(args))
-    elif args.role == "load":
-        result = uvloop.run(play(Load(**json.loads(args.load)), False))
-        print(json.dumps(asdict(result)))
-    elif args.role == "gaps":
-        result = uvloop.run(play(Load(**json.loads(args.load)), True))
-        gaps = result.gaps_ms
-        shares = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
-        row = {f"gap_{name}_ms": percentile(gaps, share) for name, share in shares.items()}
-        print(json.dumps({**row, "gap_max_ms": max(gaps), "errors": result.errors, "requests": result.requests}))
-    else:
-        found = {"load_average": os.getloadavg()}
-        for name in args.scenarios or SCENARIOS:
-            found[name] = SCENARIOS[name](args)
-            print(json.dumps({name: found[name]}, indent=1), file=sys.stderr)
-        print(json.dumps(found, indent=1))
+    found: Row = {}
+    for name in args.scenarios or SCENARIOS:
+        found[name] = {"load_average": os.getloadavg()[0], **SCENARIOS[name](args)}
+        print(json.dumps({name: found[name]}, indent=1), file=sys.stderr)
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,83 @@
-"""Write the demo model as a Hugging Face folder, so that peers that cannot read GGUF serve the same weights.
+"""Write a model as a Hugging Face folder in float32, so that peers that cannot read GGUF serve the same weights.
 
-Usage: python bench/peers/demo_folder.py FOLDER [--dtype float32|bfloat16]
-Needs transformers, torch and gguf. The tokenizer and template are those of the GGUF file.
+    python bench/peers/demo_folder.py FOLDER [--model NAME]     without --model: the demo model
+
+Values are those our own engine computes with; tokenizer and template those our frontend uses, with one step spelled
+differently, so that the fastokens inside NVIDIA Dynamo 1.6 takes it. Only dense models of the Llama architecture with
+plain rotary embedding.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import save_file
 
-from headwater.weights import resolve
+from headwater.engines.native.base import NativeModelConfig
+from headwater.engines.native.checkpoints import open_checkpoint
+from headwater.weights import ResolvedModel, resolve
+
+
+def config_json(config: NativeModelConfig, model: ResolvedModel) -> dict[str, object]:
+    if config.architecture != "LlamaForCausalLM" or config.rope.kind != "default":
+        raise SystemExit(f"{config.architecture} with {config.rope.kind} rotary embedding is not written here")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "dtype": "float32",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": model.bos_token_id,
+        "eos_token_id": model.eos_token_ids[0],
+    }
+
+
+def tokenizer_json(model: ResolvedModel) -> str:
+    """Splitting at digits as a regular expression: the same tokens, and Dynamo's fastokens knows no step `Digits`."""
+    document = json.loads(model.tokenizer_json)
+    steps = document["pre_tokenizer"].get("pretokenizers", [])
+    for number, step in enumerate(steps):
+        if step == {"type": "Digits", "individual_digits": True}:
+            split = {"type": "Split", "pattern": {"Regex": "\\p{N}"}, "behavior": "Isolated", "invert": False}
+            steps[number] = split
+    return json.dumps(document, ensure_ascii=False)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--model", help="as for `headwater serve`")
     args = parser.parse_args()
-    gguf = resolve(None).weight_files[0]
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    model.to(getattr(torch, args.dtype)).save_pretrained(args.folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(args.folder)
-    print(f"wrote {args.folder}")
+    model = resolve(args.model)
+    checkpoint = open_checkpoint(model)
+    folder: Path = args.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    tied = checkpoint.config.tie_word_embeddings
+    tensors = {
+        name: checkpoint.tensor(name).to(torch.float32).contiguous()
+        for name in checkpoint.names()
+        if not (tied and name == "lm_head.weight")
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config_json(checkpoint.config, model), indent=1))
+    generation = {"bos_token_id": model.bos_token_id, "eos_token_id": list(model.eos_token_ids)}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    (folder / "tokenizer.json").write_text(tokenizer_json(model))
+    (folder / "tokenizer_config.json").write_bytes(model.tokenizer_config or b"{}")
+    (folder / "chat_template.jinja").write_text(model.chat_template or "")
+    print(f"wrote {folder}")
 
 
 if __name__ == "__main__":

@@ -112,12 +112,12 @@ def simulate(cell: Cell, policy: str) -> Figures:
     ttft = sorted((record.first_token_s - record.arrived_s) * 1e3 for record in records)
     decoding_s = sum(record.finished_s - record.first_token_s for record in records)
     return {
-        "hit": sum(r.cached_tokens for r in records) / sum(r.request.prompt_tokens for r in records),
+        "hit": sum(r.cached_tokens for r in records) / sum(r.prompt_tokens for r in records),
         "ttft_ms": fmean(ttft),
         "ttft_p99_ms": percentile(ttft, 99),
-        "itl_ms": decoding_s * 1e3 / sum(record.request.output_tokens - 1 for record in records),
+        "itl_ms": decoding_s * 1e3 / sum(record.output_tokens - 1 for record in records),
         "e2e_ms": fmean((record.finished_s - record.arrived_s) * 1e3 for record in records),
-        "tok_s": sum(record.request.output_tokens for record in records) / result.duration_s,
+        "tok_s": sum(record.output_tokens for record in records) / result.duration_s,
     }
 
 
