@@ -26,12 +26,15 @@ def view_of(num_workers: int) -> ClusterView:
 
 
 def learn(view: ClusterView, chunk_tokens: int = 8192) -> StepModel:
+    """5 ms a step, 0.05 a prompt token, 0.1 a decoding sequence, 0.01 per thousand tokens of its context."""
     model = StepModel()
-    shapes = [StepShape(1000), StepShape(4000, 8e6), StepShape(0, 0, 4, 4000), StepShape(0, 0, 40, 90_000)]
-    model.believe(
-        [(s, 5 + 0.05 * s.prefill_tokens + 0.1 * s.decode_sequences + 1e-5 * s.decode_context_tokens) for s in shapes],
-        100.0,
-    )
+    shapes = [StepShape(tokens, tokens * tokens / 2) for tokens in (1, 100, 1000, 4000, 8000)]
+    shapes += [StepShape(0, 0, sequences, 1000.0 * sequences) for sequences in (1, 10, 40)]
+    shapes += [StepShape(0, 0, 10, 90_000), StepShape(1000, 0, 10, 10_000), StepShape(2000, 8e6)]
+    for _ in range(20):
+        for shape in shapes:
+            decode_ms = 0.1 * shape.decode_sequences + 1e-5 * shape.decode_context_tokens
+            model.observe(shape, 5 + 0.05 * shape.prefill_tokens + decode_ms)
     view.set_costs("/mocker/f1", model, chunk_tokens)
     return model
 

@@ -73,6 +73,11 @@ class WorkerView:
         self.worker_id = self.instance.worker_id
 
     @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens that it has to compute before those of a new request."""
+        return self.booked_prefill_tokens
+
+    @property
     def num_decoding(self) -> int:
         return self.booked_sequences - self.num_prefilling
 

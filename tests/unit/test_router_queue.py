@@ -1,0 +1,467 @@
+"""The queue before the workers: order, fairness, bounds, and that nothing is lost."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from test_router_delay import BLOCKS, learn
+from test_router_view import connected_view, instance
+
+from headwater.errors import DeadlineExceeded, NoWorkers, Overloaded, RateLimited, Unavailable
+from headwater.protocol.events import BlocksStored
+from headwater.router.delay import Delay
+from headwater.router.policies import RoundRobin
+from headwater.router.policy import Policy
+from headwater.router.queue import AdmissionQueue, Outcome, Placed, QueueLimits, Refused, Ticket
+from headwater.router.request import RouteRequest
+from headwater.router.router import Router
+from headwater.router.view import Booking, ClusterView
+
+CHUNK = 8192
+LIMIT = 3 * CHUNK
+"""Backlog beyond which a worker is not open."""
+
+
+class Bench:
+    """A queue before workers whose work the test ends by hand."""
+
+    def __init__(self, num_workers: int = 1, policy: Policy | None = None, **limits: object) -> None:
+        self.view: ClusterView = connected_view(*(instance(f"w{number}") for number in range(num_workers)))
+        learn(self.view)
+        self.router = Router(self.view, policy or Delay())
+        self.queue = AdmissionQueue(self.router, QueueLimits(**limits))
+        self.now = 0.0
+        self.bookings: dict[Ticket, Booking] = {}
+        self.placed: list[Ticket] = []
+        self.refused: list[Refused] = []
+
+    def ticket(self, tokens: int = 1000, *, tenant: str = "", priority: int = 0, **rest: object) -> Ticket:
+        deadline = rest.pop("deadline", None)
+        request = RouteRequest("f1", tokens, 50, **rest)
+        return Ticket(request, "m", tenant=tenant, priority=priority, deadline=deadline)
+
+    def submit(self, ticket: Ticket) -> Ticket:
+        placed = self.queue.submit(ticket, self.now)
+        if placed is not None:
+            self.act(placed)
+        return ticket
+
+    def fill(self) -> list[Ticket]:
+        """Give every worker more than it may have before the queue opens."""
+        return [self.submit(self.ticket(LIMIT + 1)) for _ in self.view.workers]
+
+    def act(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Refused):
+            self.refused.append(outcome)
+            return
+        request = outcome.ticket.request
+        cached = outcome.decision.cached_tokens
+        self.bookings[outcome.ticket] = self.view.book(
+            outcome.worker, request.num_prompt_tokens, 50, cached, request.keys
+        )
+        self.placed.append(outcome.ticket)
+
+    def pump(self) -> list[Ticket]:
+        """The tickets placed."""
+        before = len(self.placed)
+        for outcome in self.queue.pump(self.now):
+            self.act(outcome)
+        return self.placed[before:]
+
+    def finish(self, ticket: Ticket) -> None:
+        self.view.release(self.bookings.pop(ticket), 50)
+
+    def serve_one(self) -> Ticket:
+        """Everything running ends, and one more begins that leaves no room for others."""
+        for ticket in list(self.bookings):
+            self.finish(ticket)
+        outcomes = self.queue.pump(self.now)
+        outcome = next(outcomes)
+        outcomes.close()
+        assert isinstance(outcome, Placed)
+        self.act(outcome)
+        return outcome.ticket
+
+    def worker_of(self, ticket: Ticket) -> str:
+        return self.bookings[ticket].worker.worker_id
+
+
+def test_requests_pass_at_once_while_any_worker_is_open() -> None:
+    bench = Bench(2)
+    first = bench.submit(bench.ticket(LIMIT + 1))
+    second = bench.submit(bench.ticket(LIMIT))
+    assert {bench.worker_of(first), bench.worker_of(second)} == {"w0", "w1"}
+    third = bench.submit(bench.ticket(10, pinned_to=bench.worker_of(second)))
+    assert third in bench.bookings, "a backlog of exactly the limit is still open"
+    assert len(bench.queue) == 0
+    fourth = bench.submit(bench.ticket(10))
+    assert fourth.waiting
+    assert len(bench.queue) == 1
+
+
+def test_what_waits_is_placed_when_load_falls_and_not_before() -> None:
+    bench = Bench(2)
+    busy = bench.fill()
+    waiting = bench.submit(bench.ticket())
+    assert bench.pump() == []
+    bench.finish(busy[0])
+    assert bench.pump() == [waiting]
+    assert len(bench.queue) == 0
+    assert bench.queue.next_expiry() is None
+
+
+def test_a_limit_of_zero_is_no_queue() -> None:
+    bench = Bench(1, backlog_chunks=0)
+    for _ in range(20):
+        bench.submit(bench.ticket(LIMIT))
+    assert len(bench.placed) == 20
+
+
+def test_a_worker_that_joins_takes_what_waits() -> None:
+    bench = Bench(1)
+    bench.fill()
+    waiting = [bench.submit(bench.ticket(LIMIT + 1)) for _ in range(2)]
+    bench.view.put(instance("new"))
+    bench.view.set_connected("new", True)
+    assert len(bench.pump()) == 1
+    assert len(bench.queue) == 1
+    assert {bench.worker_of(ticket) for ticket in waiting if not ticket.waiting} == {"new"}
+
+
+def test_no_worker_at_all_is_said_at_once_and_those_who_wait_go_on_waiting() -> None:
+    bench = Bench(1)
+    bench.fill()
+    waiting = bench.submit(bench.ticket())
+    bench.view.set_connected("w0", False)
+    with pytest.raises(NoWorkers):
+        bench.submit(bench.ticket())
+    assert bench.pump() == []
+    bench.view.set_connected("w0", True)
+    assert bench.pump() == [waiting]
+
+
+def drain_order(bench: Bench) -> list[Ticket]:
+    """Tickets in the order they are placed when workers take one at a time."""
+    order: list[Ticket] = []
+    while len(bench.queue):
+        order.append(bench.serve_one())
+        bench.now += 0.001
+    return order
+
+
+def test_the_order_within_a_tenant() -> None:
+    bench = Bench(1)
+    bench.fill()
+    names = {
+        "long": bench.ticket(20_000),
+        "short": bench.ticket(100),
+        "urgent long": bench.ticket(20_000, priority=3),
+        "urgent short": bench.ticket(100, priority=3),
+        "low": bench.ticket(10, priority=-1),
+        "soon": bench.ticket(20_000, deadline=20.0),
+    }
+    for ticket in names.values():
+        bench.submit(ticket)
+    by_ticket = {ticket: name for name, ticket in names.items()}
+    order = [by_ticket[ticket] for ticket in drain_order(bench)]
+    assert order == ["urgent short", "urgent long", "soon", "short", "long", "low"]
+
+
+def test_a_request_gets_cheaper_while_it_waits() -> None:
+    bench = Bench(1, max_wait_s=10_000)
+    bench.fill()
+    long = bench.submit(bench.ticket(20_000))
+    bench.now = 0.05
+    short = bench.submit(bench.ticket(100))
+    assert drain_order(bench) == [short, long]
+    bench = Bench(1, max_wait_s=10_000)
+    bench.fill()
+    long = bench.submit(bench.ticket(20_000))
+    bench.now = 9_000.0
+    short = bench.submit(bench.ticket(100))
+    assert drain_order(bench) == [long, short]
+
+
+PROMPT = b"".join(number.to_bytes(8, "little") + bytes(8) for number in range(1, 257))
+"""4,096 tokens."""
+
+
+def holder_and_other() -> tuple[Bench, Ticket, Ticket]:
+    """Two closed workers, of which the one of the first ticket holds `PROMPT`."""
+    bench = Bench(2, backlog_chunks=0.1)
+    bench.view.apply("w0", [BlocksStored(PROMPT)])
+    tickets = [bench.submit(bench.ticket(900)) for _ in range(2)]
+    holder, other = sorted(tickets, key=bench.worker_of)
+    return bench, holder, other
+
+
+def test_a_request_waits_for_a_worker_that_is_much_cheaper() -> None:
+    bench, holder, other = holder_and_other()
+    known = bench.submit(bench.ticket(4100, block_ids=PROMPT))
+    bench.finish(other)
+    assert bench.pump() == [], "w0 is busy for 45 ms and saves 200"
+    stranger = bench.submit(bench.ticket(500))
+    assert bench.pump() == [stranger], "others are not held up"
+    bench.finish(holder)
+    assert bench.pump() == [known]
+    assert bench.worker_of(known) == "w0"
+
+
+def test_waiting_for_a_worker_ends_with_patience() -> None:
+    bench, _, other = holder_and_other()
+    known = bench.submit(bench.ticket(4100, block_ids=PROMPT))
+    bench.finish(other)
+    assert bench.pump() == []
+    bench.now = 5.0
+    assert bench.pump() == [known]
+    assert bench.worker_of(known) == "w1"
+
+
+def test_a_pinned_request_waits_for_its_worker_alone_and_for_nothing_when_it_is_gone() -> None:
+    bench = Bench(2)
+    busy = bench.fill()
+    pinned = [bench.submit(bench.ticket(pinned_to="w1")) for _ in range(2)]
+    (first,) = [ticket for ticket in busy if bench.worker_of(ticket) == "w0"]
+    bench.finish(first)
+    assert bench.pump() == []
+    free = bench.submit(bench.ticket())
+    assert bench.pump() == [free]
+    bench.queue.cancel(pinned[0])
+    bench.view.remove("w1")
+    bench.pump()
+    bench.pump()
+    assert [refused.ticket for refused in bench.refused] == [pinned[1]]
+    assert isinstance(bench.refused[0].error, NoWorkers)
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once_and_one_that_is_missed_later() -> None:
+    bench = Bench(2)
+    with pytest.raises(DeadlineExceeded, match="no worker can begin"):
+        bench.submit(bench.ticket(100_000, deadline=1.0))
+    assert not bench.placed
+    bench.fill()
+    waiting = bench.submit(bench.ticket(100, deadline=25.0))
+    patient = bench.submit(bench.ticket(100, deadline=29.0))
+    bench.now = 25.0
+    assert bench.pump() == []
+    assert [type(refused.error) for refused in bench.refused] == [DeadlineExceeded]
+    assert bench.refused[0].ticket is waiting
+    assert bench.queue.next_expiry() == 29.0
+    assert patient.waiting
+
+
+def test_a_deadline_chooses_the_worker_that_can_meet_it() -> None:
+    bench = Bench(2, policy=RoundRobin())
+    bench.view.book(bench.view.workers[0], 20_000, 10)
+    for _ in range(3):
+        ticket = bench.submit(bench.ticket(100, deadline=0.5))
+        assert bench.worker_of(ticket) == "w1"
+
+
+def test_nothing_waits_longer_than_the_limit() -> None:
+    bench = Bench(1, max_wait_s=2.0)
+    bench.fill()
+    waiting = bench.submit(bench.ticket())
+    assert bench.queue.next_expiry() == 2.0
+    bench.now = 2.0
+    bench.pump()
+    (refused,) = bench.refused
+    assert refused.ticket is waiting
+    assert isinstance(refused.error, Overloaded)
+    assert "2.0 s" in refused.error.message
+    assert refused.error.retry_after_s >= 1
+
+
+def test_a_request_that_is_cancelled_leaves_at_once() -> None:
+    bench = Bench(1)
+    (busy,) = bench.fill()
+    first, second = (bench.submit(bench.ticket()) for _ in range(2))
+    assert bench.queue.cancel(first)
+    assert not bench.queue.cancel(first)
+    assert len(bench.queue) == 1
+    bench.finish(busy)
+    assert bench.pump() == [second]
+    for _ in range(5000):
+        bench.view.book(bench.view.workers[0], LIMIT + 1, 1)
+        bench.queue.cancel(bench.submit(bench.ticket()))
+    assert len(bench.queue._expiring) < 200, "what left is not remembered"
+
+
+def test_a_full_queue_takes_from_the_tenant_that_fills_it() -> None:
+    bench = Bench(1, max_waiting=10)
+    bench.fill()
+    flood = [bench.submit(bench.ticket(tenant="flood")) for _ in range(10)]
+    with pytest.raises(Overloaded) as caught:
+        bench.submit(bench.ticket(tenant="flood"))
+    assert caught.value.retry_after_s >= 1
+    small = [bench.submit(bench.ticket(tenant="small")) for _ in range(4)]
+    bench.pump()
+    assert [refused.ticket for refused in bench.refused] == flood[:5:-1]
+    assert all(isinstance(refused.error, RateLimited) for refused in bench.refused)
+    assert all(ticket.waiting for ticket in small)
+    for _ in range(8):
+        try:
+            bench.submit(bench.ticket(tenant="small"))
+        except Overloaded:
+            break
+    bench.pump()
+    assert bench.queue.waiting_by_tenant() == {"flood": 5, "small": 5}
+
+
+def test_a_full_queue_of_ones_own_makes_room_for_what_is_more_important() -> None:
+    bench = Bench(1, max_waiting=2)
+    bench.fill()
+    low = bench.submit(bench.ticket(priority=-1))
+    normal = bench.submit(bench.ticket())
+    high = bench.submit(bench.ticket(priority=5))
+    bench.pump()
+    assert [refused.ticket for refused in bench.refused] == [low]
+    assert normal.waiting
+    assert high.waiting
+
+
+def test_classes_of_priority_have_limits() -> None:
+    bench = Bench(1, class_limits={"low": 2})
+    bench.fill()
+    low = [bench.submit(bench.ticket(priority=-5)) for _ in range(2)]
+    with pytest.raises(RateLimited, match="low priority"):
+        bench.submit(bench.ticket(priority=-1))
+    bench.submit(bench.ticket())
+    bench.submit(bench.ticket(priority=1))
+    bench.queue.cancel(low[0])
+    assert bench.submit(bench.ticket(priority=-1)).waiting
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_tenants_share_worker_time_by_weight_whatever_they_ask(weight: float) -> None:
+    """One sends few long prompts, the other very many short ones."""
+    bench = Bench(1, max_waiting=5000, tenant_weights={"long": weight})
+    bench.fill()
+    for _ in range(200):
+        bench.submit(bench.ticket(8000, tenant="long"))
+    for _ in range(3000):
+        bench.submit(bench.ticket(500, tenant="short"))
+    served: Counter[str] = Counter()
+    for ticket in drain_order(bench)[:800]:
+        served[ticket.tenant] += bench.router.service_ms(ticket.request, bench.view.workers[0])
+    assert served["long"] / served["short"] == pytest.approx(weight, rel=0.05)
+
+
+def test_a_tenant_that_comes_back_neither_gains_nor_loses() -> None:
+    bench = Bench(1)
+    bench.fill()
+    for _ in range(20):
+        bench.submit(bench.ticket(tenant="steady"))
+    order = drain_order(bench)[:10]
+    assert len(order) == 10
+    bench.fill()
+    for _ in range(10):
+        bench.submit(bench.ticket(tenant="steady"))
+        bench.submit(bench.ticket(tenant="new"))
+    tenants = Counter(ticket.tenant for ticket in drain_order(bench)[:10])
+    assert tenants == {"steady": 5, "new": 5}
+
+
+def test_low_priority_is_not_starved_by_a_flood_of_high() -> None:
+    bench = Bench(1)
+    bench.fill()
+    low = bench.submit(bench.ticket(priority=-9))
+    turns = 0
+    while low.waiting:
+        for _ in range(2):
+            bench.submit(bench.ticket(LIMIT + 1, priority=9))
+        bench.serve_one()
+        turns += 1
+    assert turns <= 8
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Every request ends exactly once; the queue stays within its bounds; time never runs past an expiry unnoticed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = Bench(3, max_waiting=12, max_wait_s=5.0, class_limits={"low": 5}, tenant_weights={"a": 2.0})
+        self.open: set[Ticket] = set()
+        self.ended: Counter[Ticket] = Counter()
+
+    @rule(
+        tokens=st.integers(1, 40_000),
+        tenant=st.sampled_from("abc"),
+        priority=st.integers(-2, 2),
+        patience=st.none() | st.floats(0.01, 10),
+        pinned=st.sampled_from([None, None, None, "w1"]),
+        known=st.booleans(),
+    )
+    def submit(
+        self, tokens: int, tenant: str, priority: int, patience: float | None, pinned: str | None, known: bool
+    ) -> None:
+        bench = self.bench
+        blocks = BLOCKS[: 16 * min(64, tokens // 16)] if known else b""
+        ticket = bench.ticket(tokens, tenant=tenant, priority=priority, pinned_to=pinned, block_ids=blocks)
+        ticket.deadline = None if patience is None else bench.now + patience
+        self.open.add(ticket)
+        try:
+            bench.submit(ticket)
+        except Unavailable:
+            self.end(ticket)
+        self.collect()
+
+    @rule()
+    def pump(self) -> None:
+        self.bench.pump()
+        self.collect()
+
+    @rule(passed=st.floats(0.0, 6.0))
+    def time_passes(self, passed: float) -> None:
+        self.bench.now += passed
+        self.pump()
+        expiry = self.bench.queue.next_expiry()
+        assert expiry is None or expiry > self.bench.now
+
+    @precondition(lambda self: self.bench.bookings)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.bench.finish(data.draw(st.sampled_from(sorted(self.bench.bookings, key=id))))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.open, key=id)))
+        waiting = ticket.waiting
+        assert self.bench.queue.cancel(ticket) == waiting
+        if waiting:
+            self.end(ticket)
+
+    @rule(worker=st.sampled_from(["w0", "w1", "w2"]), there=st.booleans())
+    def connection(self, worker: str, there: bool) -> None:
+        self.bench.view.set_connected(worker, there)
+
+    def end(self, ticket: Ticket) -> None:
+        self.open.discard(ticket)
+        self.ended[ticket] += 1
+        assert self.ended[ticket] == 1
+        assert not ticket.waiting
+
+    def collect(self) -> None:
+        bench = self.bench
+        for ticket in [*bench.placed, *(refused.ticket for refused in bench.refused)]:
+            self.end(ticket)
+        bench.placed.clear()
+        bench.refused.clear()
+
+    @invariant()
+    def bounded_and_nothing_lost(self) -> None:
+        queue = self.bench.queue
+        waiting = {ticket for ticket in self.open if ticket.waiting}
+        gone = {refused.ticket for refused in queue._refused}
+        assert self.open == waiting | gone
+        assert len(queue) == len(waiting) <= 12
+        assert sum(ticket.priority < 0 for ticket in waiting) <= 5
+        assert sum(queue.waiting_by_tenant().values()) == len(waiting)
+        self.bench.view.check()
+
+
+TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
