@@ -1,130 +1,213 @@
 """`headwater simulate`: a cluster in virtual time, policies side by side."""
 
 import argparse
+import multiprocessing
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from headwater.bench.traces import read_trace
+from headwater.cli.parser import advanced, seconds
 from headwater.errors import ConfigError
 from headwater.frontend.policies import load_policy
+from headwater.perf.model import PerfState, StepModel
 from headwater.perf.roofline import DEVICES, MODELS, Roofline
 from headwater.router.policies import BUILTIN
-from headwater.sim.cluster import SimCluster, SimConfig
-from headwater.sim.report import COLUMNS, SimReport, rows, shared_lru_hit_rate, summarise
-from headwater.sim.timing import DynamoPolynomial, RooflineTimes, StepTimes
-from headwater.sim.workload import MIXES, SimRequest, from_trace
+from headwater.sim.cluster import SimConfig
+from headwater.sim.conditions import Conditions
+from headwater.sim.mixes import MIXES, Mix
+from headwater.sim.page import Outcome, page
+from headwater.sim.report import COLUMNS, SimReport, cells
+from headwater.sim.run import Load, SimRun
+from headwater.sim.timing import Belief, DynamoPolynomial, FittedTimes, RooflineTimes, StepTimes
+
+_DEFAULT_BLOCKS = 16_384
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     load.add_argument("--trace", type=Path, action="append", default=[], help="Mooncake JSONL or Azure CSV (.gz)")
     load.add_argument("--mix", action="append", default=[], metavar="NAME", help=f"synthetic: {', '.join(MIXES)}")
-    load.add_argument("--limit", type=int, help="only the first so many requests")
+    load.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
     load.add_argument("--speed", type=float, action="append", default=[], metavar="X", help="arrivals X times faster")
     load.add_argument("--closed", type=int, action="append", default=[], metavar="N", help="closed loop, N per worker")
     load.add_argument("--seed", type=int, default=0, help="of synthetic mixes")
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--workers", type=int, action="append", default=[], metavar="N", help="may be repeated")
-    cluster.add_argument("--block-size", type=int, default=64)
-    cluster.add_argument("--num-kv-blocks", type=int, help="per worker; default: 16,384, or what the hardware holds")
-    cluster.add_argument("--max-num-seqs", type=int, default=256)
-    cluster.add_argument("--max-num-batched-tokens", type=int, default=8192)
     cluster.add_argument("--device", metavar="NAME", help=f"step times by arithmetic: {', '.join(DEVICES)}")
     cluster.add_argument("--model", metavar="NAME", default="llama-3.1-70b-fp8", help=f"one of {', '.join(MODELS)}")
     cluster.add_argument("--tensor-parallel-size", type=int, default=1)
-    cluster.add_argument("--event-delay-ms", type=float, default=0.0, help="news from workers come so late")
+    cluster.add_argument("--fitted", type=Path, metavar="FILE", help="step times learned by a real cluster (JSON)")
+    cluster.add_argument("--num-kv-blocks", type=int, help="per worker; default: 16,384, or what the hardware holds")
+    cluster.add_argument("--block-size", type=int, default=64)
+    cluster.add_argument("--max-num-seqs", type=int, default=256)
+    cluster.add_argument("--max-num-batched-tokens", type=int, default=8192)
     router = parser.add_argument_group("router")
     router.add_argument("--policy", action="append", default=[], metavar="NAME", help=f"of {', '.join(BUILTIN)}; `all`")
+    _add_conditions(parser.add_argument_group("disturbances"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object per line and run")
+    output.add_argument("--html", type=Path, metavar="FILE", help="a report with charts, in one file")
+    output.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the runs")
+
+
+def _add_conditions(group: argparse._ArgumentGroup) -> None:
+    def add(name: str, what: str, kind: Callable[[str], float | int] = float, default: float = 0.0) -> None:
+        advanced(group.add_argument(name, type=kind, default=kind(str(default)) if kind is int else default, help=what))
+
+    add("--event-delay", "the router learns of everything so late (50ms)", seconds)
+    add("--speed-gap", "half of the workers are slower by this part, half faster (0.1)")
+    add("--reported-gap", "they only report such step times")
+    advanced(
+        group.add_argument("--known-times", action="store_true", help="the router knows the step times, learns nothing")
+    )
+    add("--prefill-error", "with --known-times: its prefill times are wrong by this part")
+    add("--decode-error", "the same for decode times")
+    add("--boasting", "so many workers report to be idle and fast", int, 0)
+    add("--late", "so many workers join, cold, at --join-at", int, 0)
+    add("--join-at", "when (60s)", seconds)
 
 
 def run(args: argparse.Namespace) -> int:
-    reports: list[SimReport] = []
-    runs = list(_runs(args))
-    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task("simulating", total=len(runs))
-        for name, requests, config, policy in runs:
-            progress.update(task, description=f"{name}, {config.num_workers} workers, {policy}")
-            reports.append(_simulate(args, name, requests, config, policy))
-            progress.advance(task)
-            if args.json:
-                print(msgspec.json.encode(reports[-1]).decode(), flush=True)
+    outcomes = list(_executed(list(_runs(args)), args))
     if not args.json:
-        table = Table(title="Simulated")
-        for column in COLUMNS:
-            table.add_column(column, justify="left" if column in ("trace", "mode", "policy") else "right")
-        for row in rows(reports):
-            table.add_row(*row)
-        Console().print(table)
+        console = Console()
+        for _, group in groupby([report for report, _ in outcomes], key=_cell):
+            console.print(_table(list(group)))
+    if args.html:
+        args.html.write_text(page(outcomes), encoding="utf-8")
     return 0
 
 
-def _simulate(
-    args: argparse.Namespace, name: str, requests: Sequence[SimRequest], config: SimConfig, policy: str
-) -> SimReport:
-    cluster = SimCluster(config, [_times(args)] * config.num_workers, load_policy(policy))
-    started = time.process_time()
-    result = cluster.run(requests)
-    return summarise(
-        result,
-        trace=name,
-        policy=policy,
-        mode=f"closed{config.in_flight_per_worker}" if config.in_flight_per_worker else f"x{config.arrival_speed:g}",
-        ceiling=shared_lru_hit_rate(requests, config.num_workers * config.num_blocks, config.block_size),
-        cpu_s=time.process_time() - started,
-    )
+def execute(one: SimRun) -> Outcome:
+    """One run, in whichever process."""
+    return one.execute(load_policy(one.policy))
 
 
-def _runs(args: argparse.Namespace) -> Iterator[tuple[str, Sequence[SimRequest], SimConfig, str]]:
+def _executed(runs: Sequence[SimRun], args: argparse.Namespace) -> Iterator[Outcome]:
+    """Outcomes in order, printed as they come if JSON is wanted."""
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("simulating", total=len(runs))
+        for outcome in _pooled(runs, args.jobs) if args.jobs > 1 else map(execute, runs):
+            progress.advance(task)
+            if args.json:
+                print(msgspec.json.encode(outcome[0]).decode(), flush=True)
+            yield outcome
+
+
+def _pooled(runs: Sequence[SimRun], jobs: int) -> Iterator[Outcome]:
+    # A forked child would inherit the display's thread in mid-stride.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(runs)), mp_context=context) as pool:
+        yield from pool.map(execute, runs)
+
+
+def _table(reports: Sequence[SimReport]) -> Table:
+    first = reports[0]
+    title = f"{first.trace}, {first.workers} workers, {first.mode}: reuse up to {first.ceiling:.1%} is possible"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
+    for report in reports:
+        table.add_row(*cells(report))
+    return table
+
+
+def _cell(report: SimReport) -> tuple[str, int, str]:
+    return report.trace, report.workers, report.mode
+
+
+# -- from flags to runs
+
+
+def _runs(args: argparse.Namespace) -> Iterator[SimRun]:
     policies = list(BUILTIN) if args.policy == ["all"] else args.policy or ["delay"]
-    for name, requests in _loads(args):
+    times = _times(args)
+    for load in _loads(args):
         for workers in args.workers or [8]:
             for config in _configs(args, workers):
                 for policy in policies:
-                    yield name, requests, config, policy
+                    yield SimRun(load, config, times, policy)
 
 
 def _configs(args: argparse.Namespace, workers: int) -> Iterator[SimConfig]:
+    if workers < 1:
+        raise ConfigError(f"--workers {workers}: at least 1")
     config = SimConfig(
         num_workers=workers,
         block_size=args.block_size,
         num_blocks=args.num_kv_blocks or _kv_blocks(args),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
-        event_delay_s=args.event_delay_ms / 1000,
+        conditions=_conditions(args),
     )
     for speed in args.speed or ([] if args.closed else [1.0]):
+        if speed <= 0:
+            raise ConfigError(f"--speed {speed:g}: more than 0")
         yield replace(config, arrival_speed=speed)
     for in_flight in args.closed:
+        if in_flight < 1:
+            raise ConfigError(f"--closed {in_flight}: at least 1")
         yield replace(config, in_flight_per_worker=in_flight)
 
 
-def _loads(args: argparse.Namespace) -> Iterator[tuple[str, Sequence[SimRequest]]]:
+def _conditions(args: argparse.Namespace) -> Conditions:
+    if (args.prefill_error or args.decode_error) and not args.known_times:
+        raise ConfigError("--prefill-error and --decode-error need --known-times: a router that learns corrects itself")
+    return Conditions(
+        event_delay_s=args.event_delay,
+        belief=Belief(args.prefill_error, args.decode_error) if args.known_times else None,
+        speed_gap=args.speed_gap,
+        reported_gap=args.reported_gap,
+        boasting_workers=args.boasting,
+        late_workers=args.late,
+        join_at_s=args.join_at,
+    )
+
+
+def _loads(args: argparse.Namespace) -> Iterator[Load]:
     for path in args.trace:
-        requests = list(from_trace(read_trace(path), args.block_size))
-        yield path.name.split(".")[0], requests[: args.limit]
+        yield Load(path, args.block_size, args.limit)
     for name in args.mix if args.trace or args.mix else ["rag"]:
-        if name not in MIXES:
-            raise ConfigError(f"no mix is called {name!r}", hint=f"known: {', '.join(MIXES)}")
-        yield name, MIXES[name].requests(args.block_size, args.seed)[: args.limit]
+        yield Load(_mix(name), args.block_size, args.limit, args.seed)
+
+
+def _mix(name: str) -> Mix:
+    if name not in MIXES:
+        raise ConfigError(f"no mix is called {name!r}", hint=f"known: {', '.join(MIXES)}")
+    return MIXES[name]
 
 
 def _times(args: argparse.Namespace) -> StepTimes:
+    if args.fitted:
+        return FittedTimes(_fitted(args.fitted))
     return RooflineTimes(_roofline(args)) if args.device else DynamoPolynomial()
+
+
+def _fitted(path: Path) -> tuple[float, ...]:
+    try:
+        state = msgspec.json.decode(path.read_bytes(), type=PerfState)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"cannot read step times from {path}: {error}") from error
+    if len(state.steps) != 1:
+        raise ConfigError(f"{path} has step times of {len(state.steps)} classes of workers, one is needed")
+    model = StepModel()
+    model.merge(next(iter(state.steps.values())))
+    return model.coefficients
 
 
 def _kv_blocks(args: argparse.Namespace) -> int:
     if not args.device:
-        return 16_384
+        return _DEFAULT_BLOCKS
     blocks: int = _roofline(args).kv_capacity_tokens() // int(args.block_size)
     if blocks < 1:
         raise ConfigError(f"{args.model} does not fit on {args.tensor_parallel_size} x {args.device}")

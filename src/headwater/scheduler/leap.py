@@ -1,13 +1,17 @@
-"""Many decode steps at once, for virtual time.
+"""The scheduler of virtual time: many decode steps at once, and no word about tokens that change nothing.
 
 While nothing waits, nothing prefills and no sequence ends, fills a block or may stop, single steps differ only in the
-tokens they append. `leap` does so many of them in one go, with the state that single steps would have left (a test
-holds the two against each other).
+tokens they append. `leap` does so many of them in one go, with the state that single steps would have left. In single
+steps too, a token that is neither the first nor the last of its sequence makes no output. (A test holds all of this
+against the production scheduler.)
 """
 
 from array import array
+from collections.abc import Iterator
 
 from headwater.errors import InternalError
+from headwater.protocol.request import SequenceOutput, TokenLogprobs
+from headwater.scheduler.entry import Entry, State
 from headwater.scheduler.plan import StepPlan
 from headwater.scheduler.scheduler import Scheduler
 
@@ -54,3 +58,23 @@ class LeapingScheduler(Scheduler):
         self._meter.generated_tokens += steps * len(entries)
         self._meter.note_step(plan, step_ms)
         self._meter.steps += steps - 1
+
+    def _commit_decodes(
+        self,
+        entries: list[Entry],
+        draws: Iterator[tuple[int, TokenLogprobs | None]],
+        outputs: list[SequenceOutput],
+    ) -> None:
+        block_size = self._block_size
+        decoding = State.DECODING
+        for entry, (token, logprob) in zip(entries, draws, strict=False):
+            if entry.state is not decoding:
+                continue
+            entry.num_computed_tokens = computed = entry.num_computed_tokens + 1
+            if not computed % block_size:
+                self._commit_blocks(entry, computed // block_size - 1)
+            if computed + 1 < entry.max_total_tokens and token not in entry.stop_ids:
+                entry.token_ids.append(token)
+                self._meter.generated_tokens += 1
+            else:
+                outputs.append(self._accept(entry, token, logprob))

@@ -1,25 +1,28 @@
 """The simulated cluster: arrivals, one frontend's router, N workers, and a clock that jumps from event to event."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from headwater.protocol.cluster import Instance, ModelCard
 from headwater.protocol.events import WorkerEvent
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
 from headwater.router.policy import Policy
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
-from headwater.router.view import Booking, ClusterView
+from headwater.router.view import Booking, ClusterView, time_class
 from headwater.scheduler.limits import SchedulerLimits
+from headwater.sim.conditions import Conditions
+from headwater.sim.describe import MODEL, instance
+from headwater.sim.history import LoadHistory
 from headwater.sim.timing import StepTimes
 from headwater.sim.worker import SimWorker
 from headwater.sim.workload import SimRequest
-from headwater.types import TOKEN_ID_BYTES
 
-_MODEL = "simulated"
 _REPORT_INTERVAL_S = 0.05
+_PROGRESS_INTERVAL = 256
+_MAX_TOKENS_PER_OUTPUT_TOKEN = 8
+"""Clients ask for more than they get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +38,27 @@ class SimConfig:
     """Closed loop with so many requests per worker; None: requests arrive at their times."""
     arrival_speed: float = 1.0
     """Times faster than written."""
-    event_delay_s: float = 0.0
-    """How late the router learns of blocks and load."""
+    conditions: Conditions = field(default_factory=Conditions)
+
+    def limits(self) -> SchedulerLimits:
+        return SchedulerLimits(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_model_len=self.num_blocks * self.block_size,
+            vocab_size=1 << 32,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_waiting=1 << 40,
+        )
 
 
 @dataclass(slots=True)
 class SimRecord:
     """What happened to one request."""
 
-    request: SimRequest
     arrived_s: float
+    prompt_tokens: int
+    output_tokens: int
     worker: int
     predicted_cached_tokens: int
     cached_tokens: int = 0
@@ -55,68 +69,112 @@ class SimRecord:
 @dataclass(slots=True)
 class SimResult:
     records: list[SimRecord]
+    """In order of arrival."""
     duration_s: float
     busy_ms: list[float]
     prefill_tokens: list[int]
     num_steps: int = 0
-    load_over_time: list[tuple[float, list[int]]] = field(default_factory=list[tuple[float, list[int]]])
-    """(time, running sequences per worker), sampled."""
+    history: LoadHistory = field(default_factory=LoadHistory)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request under way."""
+
+    record: SimRecord
+    booking: Booking
+
+
+@dataclass(slots=True)
+class _News:
+    """What the router learns of one worker's step."""
+
+    worker_id: str
+    events: list[WorkerEvent]
+    outputs: list[SequenceOutput]
+    """First and last ones of sequences."""
 
 
 class SimCluster:
     """One run. Construct, `run`, read the result."""
 
     def __init__(self, config: SimConfig, times: Sequence[StepTimes], policy: Policy) -> None:
-        limits = SchedulerLimits(
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            max_model_len=config.num_blocks * config.block_size,
-            vocab_size=1 << 32,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_waiting=1 << 40,
-        )
         self._config = config
+        self._conditions = config.conditions
         self._view = ClusterView()
         self._router = Router(self._view, policy)
-        self._workers = [SimWorker(f"w{number:04}", limits, times[number]) for number in range(config.num_workers)]
+        self._workers = [
+            SimWorker(f"w{number:04}", config.limits(), config.conditions.times(own, number, config.num_workers))
+            for number, own in enumerate(times)
+        ]
         self._last_report = [-1.0] * config.num_workers
-        for worker in self._workers:
-            self._view.put(_instance(worker.worker_id, config))
-            self._view.set_connected(worker.worker_id, True)
         self._heap: list[tuple[float, int, int]] = []
-        """(time, order, worker whose step ends, or -1 - request for an arrival, or `num_workers` for news)."""
+        """(time, order, what): the worker whose step ends, `num_workers` for news, -1 for an arrival, -2 - n for the
+        joining of worker n."""
         self._order = 0
-        self._news: deque[tuple[str, list[WorkerEvent]]] = deque()
-        self._waiting: deque[int] = deque()
-        self._records: dict[int, SimRecord] = {}
-        self._bookings: dict[int, Booking] = {}
+        self._news: deque[_News] = deque()
+        self._arriving: deque[SimRequest] = deque()
+        """Taken and not yet arrived."""
+        self._records: list[SimRecord] = []
+        self._open: dict[int, _Open] = {}
+        self._history = LoadHistory()
+        self._introduce(times[0])
 
     @property
     def view(self) -> ClusterView:
         return self._view
 
-    def run(self, requests: Sequence[SimRequest]) -> SimResult:
-        """Serve everything."""
-        self._requests = requests
+    def run(self, requests: Iterable[SimRequest], progress: Callable[[int], None] | None = None) -> SimResult:
+        """Serve everything. `requests` come in order of arrival and are taken one at a time; `progress` is told
+        now and then how many have ended."""
+        self._requests: Iterator[SimRequest] = iter(requests)
+        self._ended = 0
+        self._last_end_s = 0.0
+        self._progress = progress
         self._schedule_arrivals()
         now = 0.0
         while self._heap:
             now, _, what = heappop(self._heap)
-            if what < 0:
-                self._arrive(-1 - what, now)
-            elif what < len(self._workers):
+            if 0 <= what < len(self._workers):
                 if now == self._workers[what].ends_at:
                     self._step_ends(what, now)
+            elif what == -1:
+                self._arrive(now)
+            elif what < 0:
+                self._join(-2 - what)
             else:
-                self._view.apply(*self._news.popleft())
+                self._learn(self._news.popleft())
+            if now >= self._history.due_s:
+                self._history.note(now, [worker.num_open for worker in self._workers])
         return SimResult(
-            records=[self._records[number] for number in sorted(self._records)],
-            duration_s=now,
+            records=self._records,
+            duration_s=self._last_end_s,
             busy_ms=[worker.busy_ms for worker in self._workers],
             prefill_tokens=[worker.prefill_tokens for worker in self._workers],
             num_steps=sum(worker.num_steps for worker in self._workers),
+            history=self._history,
         )
+
+    # -- beginnings
+
+    def _introduce(self, times: StepTimes) -> None:
+        """Let the router know the workers, and what it is to believe of them."""
+        config, conditions = self._config, self._conditions
+        on_time = config.num_workers - conditions.late_workers
+        for number in range(on_time):
+            self._join(number)
+        for number in range(on_time, config.num_workers):
+            self._push(conditions.join_at_s, -2 - number)
+        if conditions.belief is not None:
+            limits = config.limits()
+            model = conditions.belief.model(times, limits.capacity_tokens, limits.max_num_batched_tokens)
+            hardware = time_class(instance(self._workers[0].worker_id, limits))
+            self._view.set_costs(hardware, model, limits.max_num_batched_tokens)
+
+    def _join(self, number: int) -> None:
+        worker_id = self._workers[number].worker_id
+        self._view.put(instance(worker_id, self._config.limits()))
+        self._view.set_connected(worker_id, True)
 
     def _push(self, at_s: float, what: int) -> None:
         self._order += 1
@@ -124,36 +182,51 @@ class SimCluster:
 
     def _schedule_arrivals(self) -> None:
         config = self._config
-        if config.in_flight_per_worker is None:
-            for number, request in enumerate(self._requests):
-                self._push(request.at_s / config.arrival_speed, -1 - number)
-            return
-        self._waiting.extend(range(len(self._requests)))
-        for _ in range(min(len(self._requests), config.in_flight_per_worker * config.num_workers)):
-            self._push(0.0, -1 - self._waiting.popleft())
+        in_flight = 1 if config.in_flight_per_worker is None else config.in_flight_per_worker * config.num_workers
+        for _ in range(in_flight):
+            self._schedule_arrival(0.0)
 
-    def _arrive(self, number: int, now: float) -> None:
-        request = self._requests[number]
+    def _schedule_arrival(self, now: float) -> None:
+        """The next request arrives: now in a closed loop, else when it is written."""
+        request = next(self._requests, None)
+        if request is None:
+            return
+        self._arriving.append(request)
+        closed = self._config.in_flight_per_worker is not None
+        self._push(now if closed else max(now, request.at_s / self._config.arrival_speed), -1)
+
+    # -- a request's way
+
+    def _arrive(self, now: float) -> None:
+        request = self._arriving.popleft()
+        if self._config.in_flight_per_worker is None:
+            self._schedule_arrival(now)
         asked = RouteRequest(
-            _MODEL,
+            MODEL,
             request.prompt_tokens,
-            request.output_tokens * 8,
+            request.output_tokens * _MAX_TOKENS_PER_OUTPUT_TOKEN,
             block_ids=request.block_ids,
             block_size=self._config.block_size,
             session_id=request.session_id,
             now=now,
         )
-        chosen, decision = self._router.route(asked, _MODEL)
+        chosen, decision = self._router.route(asked, MODEL)
         booking = self._view.book(chosen, request.prompt_tokens, asked.max_tokens, decision.cached_tokens, asked.keys)
-        worker = int(chosen.worker_id[1:])
-        self._bookings[number] = booking
-        self._records[number] = SimRecord(request, now, worker, decision.cached_tokens)
-        before = self._workers[worker].ends_at
-        self._workers[worker].submit(_engine_request(number, request), now)
+        number = int(chosen.worker_id[1:])
+        record = SimRecord(now, request.prompt_tokens, request.output_tokens, number, decision.cached_tokens)
+        stream = len(self._records)
+        self._records.append(record)
+        self._open[stream] = _Open(record, booking)
+        self._submit(number, _engine_request(stream, request), now)
+
+    def _submit(self, number: int, request: EngineRequest, now: float) -> None:
+        worker = self._workers[number]
+        before = worker.ends_at
+        worker.submit(request, now)
         if before is None:
-            self._begin(worker, now)
-        elif (ends_at := self._workers[worker].ends_at) is not None and ends_at != before:
-            self._push(ends_at, worker)
+            self._begin(number, now)
+        elif worker.ends_at is not None and worker.ends_at != before:
+            self._push(worker.ends_at, number)
 
     def _begin(self, number: int, now: float) -> None:
         worker = self._workers[number]
@@ -165,71 +238,56 @@ class SimCluster:
         worker = self._workers[number]
         outputs, events = worker.finish(now)
         for output in outputs:
-            if output.num_cached_tokens is not None or output.finish_reason is not None:
-                self._progress(output, now)
+            self._note(output, now)
         if now - self._last_report[number] >= _REPORT_INTERVAL_S:
             self._last_report[number] = now
-            events.append(worker.report())
-        if events:
-            self._tell(worker.worker_id, events, now)
+            events.append(self._conditions.reported(worker.report(), number, len(self._workers)))
+        if events or outputs:
+            self._tell(_News(worker.worker_id, events, outputs), now)
         self._begin(number, now)
 
-    def _progress(self, output: SequenceOutput, now: float) -> None:
-        number = output.stream
-        record, booking = self._records[number], self._bookings[number]
+    def _note(self, output: SequenceOutput, now: float) -> None:
+        """What the client sees."""
+        record = self._open[output.stream].record
         if output.num_cached_tokens is not None:
             record.first_token_s = now
             record.cached_tokens = output.num_cached_tokens
-            self._view.prefilled(booking)
         if output.finish_reason is not None:
             record.finished_s = now
-            self._view.release(booking, record.request.output_tokens)
-            del self._bookings[number]
-            if self._waiting:
-                self._push(now, -1 - self._waiting.popleft())
+            self._ended += 1
+            self._last_end_s = now
+            if self._progress is not None and not self._ended % _PROGRESS_INTERVAL:
+                self._progress(self._ended)
+            if self._config.in_flight_per_worker is not None:
+                self._schedule_arrival(now)
 
-    def _tell(self, worker_id: str, events: list[WorkerEvent], now: float) -> None:
-        if self._config.event_delay_s <= 0:
-            self._view.apply(worker_id, events)
+    # -- what the router learns
+
+    def _tell(self, news: _News, now: float) -> None:
+        if self._conditions.event_delay_s <= 0:
+            self._learn(news)
             return
-        self._news.append((worker_id, events))
-        self._push(now + self._config.event_delay_s, len(self._workers))
+        self._news.append(news)
+        self._push(now + self._conditions.event_delay_s, len(self._workers))
+
+    def _learn(self, news: _News) -> None:
+        view = self._view
+        for output in news.outputs:
+            is_open = self._open[output.stream]
+            if output.num_cached_tokens is not None:
+                view.prefilled(is_open.booking)
+            if output.finish_reason is not None:
+                view.release(is_open.booking, is_open.record.output_tokens)
+                del self._open[output.stream]
+        view.apply(news.worker_id, news.events)
 
 
-def _engine_request(number: int, request: SimRequest) -> EngineRequest:
+def _engine_request(stream: int, request: SimRequest) -> EngineRequest:
     return EngineRequest(
-        stream=number,
+        stream=stream,
         request_id="",
-        model=_MODEL,
-        prompt=bytes(TOKEN_ID_BYTES * request.prompt_tokens),
+        model=MODEL,
+        prompt=request.prompt(),
         sampling=SamplingParams(max_tokens=request.output_tokens, ignore_eos=True),
         block_ids=request.block_ids,
-    )
-
-
-def _instance(worker_id: str, config: SimConfig) -> Instance:
-    card = ModelCard(
-        name=_MODEL,
-        served_names=[_MODEL],
-        fingerprint=_MODEL,
-        architecture="simulated",
-        dtype="",
-        kv_layout="",
-        max_model_len=config.num_blocks * config.block_size,
-        block_size=config.block_size,
-        vocab_size=1 << 31,
-    )
-    return Instance(
-        worker_id=worker_id,
-        role="both",
-        state="ready",
-        card=card,
-        request_address="",
-        event_address="",
-        engine="simulated",
-        version=(1, 0),
-        kv_blocks=config.num_blocks,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        hardware="simulated",
     )

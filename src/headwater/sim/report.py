@@ -1,15 +1,17 @@
 """Figures of simulated runs, one object per trace, worker count, policy and mode."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
 import msgspec
 
 from headwater.bench.report import percentile
 from headwater.kv.index import block_keys
-from headwater.sim.cluster import SimRecord, SimResult
+from headwater.sim.cluster import SimConfig, SimRecord, SimResult
 from headwater.sim.workload import SimRequest
+
+_CURVE_POINTS = 100
 
 
 class SimReport(msgspec.Struct, frozen=True):
@@ -28,16 +30,41 @@ class SimReport(msgspec.Struct, frozen=True):
     ttft_ms_p50: float
     ttft_ms_p99: float
     itl_ms_mean: float
-    """Mean over requests of the time per output token after the first."""
+    """Over all gaps between tokens of all requests."""
+    tpot_ms_mean: float
+    """Over requests, of the time per output token after the first."""
     e2e_ms_mean: float
+    e2e_ms_p50: float
     e2e_ms_p99: float
     output_tok_s: float
     imbalance: float
     """Busiest worker's busy time over the mean."""
+    prefill_imbalance: float
+    """Most prompt tokens computed by a worker over the mean."""
+    utilisation: float
+    """Part of the time that a worker was busy, mean."""
     predicted_hit_rate: float
     """What the router expected when it chose."""
     sim_requests_per_min: float = 0.0
     """Simulated requests per minute of this machine's CPU time."""
+
+
+class SimCurves(msgspec.Struct, frozen=True):
+    """What a chart of a run needs."""
+
+    ttft_ms: list[float]
+    """101 quantiles, from the least to the most."""
+    itl_ms: list[float]
+    """The same, of the mean gap of each request."""
+    times_s: list[float]
+    loads: list[list[int]]
+    """Open sequences per worker at these times."""
+
+
+def mode_of(config: SimConfig) -> str:
+    if config.in_flight_per_worker is not None:
+        return f"closed{config.in_flight_per_worker}"
+    return f"x{config.arrival_speed:g}"
 
 
 def summarise(
@@ -45,33 +72,44 @@ def summarise(
 ) -> SimReport:
     """Figures of one run."""
     records = result.records
-    ttft = sorted((record.first_token_s - record.arrived_s) * 1e3 for record in records)
-    e2e = sorted((record.finished_s - record.arrived_s) * 1e3 for record in records)
-    prompt_tokens = sum(record.request.prompt_tokens for record in records)
+    ttft, e2e = _sorted_ms(records, _ttft_ms), _sorted_ms(records, _e2e_ms)
+    prompt_tokens = sum([record.prompt_tokens for record in records])
+    output_tokens = sum([record.output_tokens for record in records])
+    decoding_ms = sum([_e2e_ms(record) - _ttft_ms(record) for record in records])
+    duration_s = max(result.duration_s, 1e-9)
     return SimReport(
         trace=trace,
         workers=len(result.busy_ms),
         policy=policy,
         mode=mode,
         requests=len(records),
-        hit_rate=sum(record.cached_tokens for record in records) / prompt_tokens,
+        hit_rate=sum([record.cached_tokens for record in records]) / prompt_tokens,
         ceiling=ceiling,
         ttft_ms_mean=fmean(ttft),
         ttft_ms_p50=percentile(ttft, 50),
         ttft_ms_p99=percentile(ttft, 99),
-        itl_ms_mean=fmean([itl_ms(record) for record in records if record.request.output_tokens > 1] or [0.0]),
+        itl_ms_mean=decoding_ms / max(1, output_tokens - len(records)),
+        tpot_ms_mean=fmean(_sorted_ms(_several(records), _tpot_ms) or [0.0]),
         e2e_ms_mean=fmean(e2e),
+        e2e_ms_p50=percentile(e2e, 50),
         e2e_ms_p99=percentile(e2e, 99),
-        output_tok_s=sum(record.request.output_tokens for record in records) / max(result.duration_s, 1e-9),
-        imbalance=max(result.busy_ms) / max(fmean(result.busy_ms), 1e-9),
-        predicted_hit_rate=sum(record.predicted_cached_tokens for record in records) / prompt_tokens,
+        output_tok_s=output_tokens / duration_s,
+        imbalance=_imbalance(result.busy_ms),
+        prefill_imbalance=_imbalance(result.prefill_tokens),
+        utilisation=fmean(result.busy_ms) / duration_s / 1e3,
+        predicted_hit_rate=sum([record.predicted_cached_tokens for record in records]) / prompt_tokens,
         sim_requests_per_min=len(records) / cpu_s * 60 if cpu_s else 0.0,
     )
 
 
-def itl_ms(record: SimRecord) -> float:
-    """Time per output token after the first."""
-    return (record.finished_s - record.first_token_s) * 1e3 / (record.request.output_tokens - 1)
+def curves(result: SimResult) -> SimCurves:
+    """Distributions and load over time of one run."""
+    return SimCurves(
+        ttft_ms=_quantiles(_sorted_ms(result.records, _ttft_ms)),
+        itl_ms=_quantiles(_sorted_ms(_several(result.records), _tpot_ms)),
+        times_s=result.history.times_s,
+        loads=result.history.loads,
+    )
 
 
 def shared_lru_hit_rate(requests: Iterable[SimRequest], capacity_blocks: int, block_size: int) -> float:
@@ -79,9 +117,10 @@ def shared_lru_hit_rate(requests: Iterable[SimRequest], capacity_blocks: int, bl
     cache: OrderedDict[int, None] = OrderedDict()
     hit_tokens = prompt_tokens = 0
     for request in requests:
-        keys = block_keys(request.block_ids)
+        keys = block_keys(request.all_block_ids(block_size))
+        num_prompt_blocks = request.prompt_tokens // block_size
         hit = 0
-        while hit < len(keys) and keys[hit] in cache:
+        while hit < num_prompt_blocks and keys[hit] in cache:
             hit += 1
         hit_tokens += min(hit * block_size, request.prompt_tokens - 1)
         prompt_tokens += request.prompt_tokens
@@ -93,40 +132,47 @@ def shared_lru_hit_rate(requests: Iterable[SimRequest], capacity_blocks: int, bl
     return hit_tokens / max(1, prompt_tokens)
 
 
-def rows(reports: Sequence[SimReport]) -> list[tuple[str, ...]]:
-    """Cells for a table, under `COLUMNS`."""
-    return [
-        (
-            report.trace,
-            str(report.workers),
-            report.mode,
-            report.policy,
-            f"{report.hit_rate:.1%}",
-            f"{report.ceiling:.1%}",
-            f"{report.ttft_ms_mean:,.0f}",
-            f"{report.ttft_ms_p99:,.0f}",
-            f"{report.itl_ms_mean:,.1f}",
-            f"{report.e2e_ms_mean:,.0f}",
-            f"{report.e2e_ms_p99:,.0f}",
-            f"{report.output_tok_s:,.0f}",
-            f"{report.imbalance:.2f}",
-        )
-        for report in reports
-    ]
+def _ttft_ms(record: SimRecord) -> float:
+    return (record.first_token_s - record.arrived_s) * 1e3
 
 
-COLUMNS = (
-    "trace",
-    "workers",
-    "mode",
-    "policy",
-    "hit",
-    "ceiling",
-    "TTFT ms",
-    "p99",
-    "ITL ms",
-    "E2E ms",
-    "p99",
-    "tok/s",
-    "imbalance",
-)
+def _e2e_ms(record: SimRecord) -> float:
+    return (record.finished_s - record.arrived_s) * 1e3
+
+
+def _tpot_ms(record: SimRecord) -> float:
+    return (record.finished_s - record.first_token_s) * 1e3 / (record.output_tokens - 1)
+
+
+def _several(records: Sequence[SimRecord]) -> list[SimRecord]:
+    return [record for record in records if record.output_tokens > 1]
+
+
+def _sorted_ms(records: Sequence[SimRecord], figure: Callable[[SimRecord], float]) -> list[float]:
+    return sorted([figure(record) for record in records])
+
+
+def _quantiles(values: list[float]) -> list[float]:
+    return [percentile(values, point) for point in range(_CURVE_POINTS + 1)] if values else []
+
+
+def _imbalance(per_worker: Sequence[float]) -> float:
+    return max(per_worker) / max(fmean(per_worker), 1e-9)
+
+
+COLUMNS = ("policy", "hit", "TTFT ms", "p99", "ITL ms", "E2E ms", "p99", "tok/s", "imbal.")
+
+
+def cells(report: SimReport) -> tuple[str, ...]:
+    """One row for a table under `COLUMNS`."""
+    return (
+        report.policy,
+        f"{report.hit_rate:.1%}",
+        f"{report.ttft_ms_mean:,.0f}",
+        f"{report.ttft_ms_p99:,.0f}",
+        f"{report.itl_ms_mean:,.1f}",
+        f"{report.e2e_ms_mean:,.0f}",
+        f"{report.e2e_ms_p99:,.0f}",
+        f"{report.output_tok_s:,.0f}",
+        f"{report.imbalance:.2f}",
+    )

@@ -1,11 +1,13 @@
-"""How long a simulated engine step takes."""
+"""How long a simulated engine step takes, and what a router may be made to believe of it."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from headwater.perf.model import StepShape
+from headwater.perf.model import StepModel, StepShape
 from headwater.perf.roofline import Roofline
 from headwater.scheduler.plan import StepPlan
+
+_BELIEF_SAMPLES = 1000.0
 
 
 class StepTimes(Protocol):
@@ -44,6 +46,17 @@ class RooflineTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class FittedTimes:
+    """What was learned from a real cluster: the seven coefficients of `headwater.perf.model`."""
+
+    coefficients: tuple[float, ...]
+
+    def duration_ms(self, plan: StepPlan, used_share: float) -> float:
+        features = plan_shape(plan).features()
+        return sum([coefficient * feature for coefficient, feature in zip(self.coefficients, features, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
 class Slowed:
     """Other times, multiplied."""
 
@@ -52,3 +65,37 @@ class Slowed:
 
     def duration_ms(self, plan: StepPlan, used_share: float) -> float:
         return self.factor * self.times.duration_ms(plan, used_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """How wrong a router's time model is, relative; the same for all workers."""
+
+    prefill_error: float = 0.0
+    decode_error: float = 0.0
+
+    def model(self, times: StepTimes, capacity_tokens: int, max_batched_tokens: int) -> StepModel:
+        """The model of a router that knows `times`, apart from the error."""
+        samples: list[tuple[StepShape, float]] = []
+        for tokens in (256, 1024, 4096, max_batched_tokens):
+            for context in (tokens / 2, 4 * tokens):
+                shape = StepShape(tokens, tokens * context)
+                samples.append((shape, _duration_ms(times, shape, capacity_tokens) * (1 + self.prefill_error)))
+        for share in (0.02, 0.1, 0.2, 0.4, 0.6, 0.8):
+            for sequences in (4, 32):
+                shape = StepShape(decode_sequences=sequences, decode_context_tokens=share * capacity_tokens)
+                samples.append((shape, _duration_ms(times, shape, capacity_tokens) * (1 + self.decode_error)))
+        model = StepModel()
+        model.believe(samples, _BELIEF_SAMPLES)
+        return model
+
+
+def _duration_ms(times: StepTimes, shape: StepShape, capacity_tokens: int) -> float:
+    plan = StepPlan(
+        (),
+        int(shape.decode_sequences),
+        int(shape.prefill_tokens),
+        int(shape.prefill_pairs),
+        int(shape.decode_context_tokens),
+    )
+    return times.duration_ms(plan, shape.decode_context_tokens / capacity_tokens)

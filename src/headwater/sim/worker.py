@@ -6,15 +6,14 @@ during a leap ends it with the step then under way.
 
 from dataclasses import dataclass
 
-from headwater.protocol.events import WorkerEvent
+from headwater.protocol.events import LoadReport, WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.scheduler.leap import LeapingScheduler
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.scheduler.plan import StepPlan, StepResult
 from headwater.sim.timing import StepTimes
+from headwater.sim.workload import GENERATED_TOKEN
 
-_WORD = 7
-"""The token every simulated sequence generates."""
 _LEAST_LEAP = 2
 
 
@@ -32,7 +31,8 @@ class _Leap:
 
 
 class SimWorker:
-    """Steps follow each other as long as there is work; the cluster owns the time."""
+    """Steps follow each other as long as there is work; the cluster owns the time. A leap that is cut short leaves an
+    `ends_at` that never comes: what is due at another time than `ends_at` is to be ignored."""
 
     def __init__(self, worker_id: str, limits: SchedulerLimits, times: StepTimes) -> None:
         self.worker_id = worker_id
@@ -45,6 +45,11 @@ class SimWorker:
         self._num_blocks = limits.num_blocks
         self._times = times
         self._running: _Step | _Leap | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Sequences running or waiting."""
+        return self._scheduler.num_open
 
     def submit(self, request: EngineRequest, now: float) -> None:
         """Take a request; `ends_at` may move forward. Raises what the production scheduler raises."""
@@ -67,12 +72,12 @@ class SimWorker:
             return
         duration_ms = self._duration_ms(plan)
         num_samples = plan.num_decode + sum([piece.samples for piece in plan.slices[plan.num_decode :]])
-        self._running = _Step(plan, StepResult([_WORD] * num_samples, None, duration_ms))
+        self._running = _Step(plan, StepResult([GENERATED_TOKEN] * num_samples, None, duration_ms))
         self.prefill_tokens += plan.num_prefill_tokens
         self.ends_at = now + duration_ms / 1000
 
     def finish(self, now: float) -> tuple[list[SequenceOutput], list[WorkerEvent]]:
-        """End what is under way: what it produced, and what the worker tells."""
+        """End what is under way: first and last outputs of sequences, and what the worker tells."""
         running, self._running = self._running, None
         match running:
             case _Leap():
@@ -87,7 +92,7 @@ class SimWorker:
             case None:
                 return [], []
 
-    def report(self) -> WorkerEvent:
+    def report(self) -> LoadReport:
         return self._scheduler.report()
 
     def _begin_leap(self, steps: int, now: float) -> None:
@@ -103,7 +108,7 @@ class SimWorker:
         self._begin_step(leap.started_s + done * leap.step_s)
 
     def _leap(self, leap: _Leap, steps: int) -> None:
-        self._scheduler.leap(steps, _WORD, leap.step_s * 1000)
+        self._scheduler.leap(steps, GENERATED_TOKEN, leap.step_s * 1000)
         self.busy_ms += steps * leap.step_s * 1000
         self.num_steps += steps
 

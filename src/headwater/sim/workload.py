@@ -1,12 +1,21 @@
 """Simulated requests: lengths, arrival and block identity, no text."""
 
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from random import Random
 from struct import pack
 
 from headwater.bench.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
-from headwater.types import BLOCK_ID_BYTES
+from headwater.kv.identity import chain_block_ids
+from headwater.types import BLOCK_ID_BYTES, TOKEN_ID_BYTES, BlockId
+
+GENERATED_TOKEN = 7
+"""Every simulated sequence generates this token again and again."""
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: multiplying by it spreads consecutive numbers evenly (Knuth)."""
+_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +26,23 @@ class SimRequest:
     block_ids: bytes
     """Of the full blocks of the prompt."""
     session_id: str | None = None
+    tail: bytes | None = None
+    """Token ids after the last full block: what is generated then continues the chain of ids as in a real engine, so
+    that the next turn of a conversation finds the answer in the cache. None: nobody will ask for the answer."""
+
+    def prompt(self) -> bytes:
+        """Token ids of which only the tail means something."""
+        tail = self.tail or b""
+        return bytes(TOKEN_ID_BYTES * self.prompt_tokens - len(tail)) + tail
+
+    def all_block_ids(self, block_size: int) -> bytes:
+        """Of prompt and answer, as far as a later request may ask for them."""
+        if self.tail is None:
+            return self.block_ids
+        # The last token is never computed, since nothing follows it.
+        answer = array("I", [GENERATED_TOKEN]) * (self.output_tokens - 1)
+        parent = BlockId(self.block_ids[-BLOCK_ID_BYTES:]) if self.block_ids else None
+        return self.block_ids + chain_block_ids(b"", self.tail + answer.tobytes(), block_size, parent=parent)
 
 
 def from_trace(rows: Iterable[TraceRow], block_size: int) -> Iterator[SimRequest]:
@@ -31,84 +57,21 @@ def from_trace(rows: Iterable[TraceRow], block_size: int) -> Iterator[SimRequest
 def _block_ids(number: int, row: TraceRow, prompt_tokens: int, block_size: int) -> bytes:
     num_blocks = prompt_tokens // block_size
     if not row.hash_ids:
-        return b"".join([pack("<QQ", number << 24 | block, 1) for block in range(num_blocks)])
+        return b"".join([_block_id(number << 24 | block, 1) for block in range(num_blocks)])
     # The id of a block is where its end falls: the trace's ids are chained, so the last one names the whole prefix.
-    ids = []
-    for block in range(num_blocks):
-        end = (block + 1) * block_size
-        chunk, offset = divmod(end - 1, MOONCAKE_BLOCK_TOKENS)
-        ids.append(pack("<QQ", row.hash_ids[min(chunk, len(row.hash_ids) - 1)] << 12 | offset, 0))
-    return b"".join(ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """A synthetic workload: sessions of several turns, each on top of one of a few shared system prompts.
-
-    Lengths are drawn from a log-normal distribution around the means, sessions arrive as a Poisson process, turns
-    follow after an exponential think time.
-    """
-
-    name: str
-    num_sessions: int
-    sessions_per_s: float
-    num_system_prompts: int
-    system_tokens: int
-    turns: int
-    question_tokens: int
-    answer_tokens: int
-    think_s: float
-    document_tokens: int = 0
-    """Private to a session, in its first turn."""
-
-    def requests(self, block_size: int, seed: int = 0) -> list[SimRequest]:
-        """All turns of all sessions, in order of arrival."""
-        random = Random(f"{self.name}/{seed}")
-        requests: list[SimRequest] = []
-        start_s = 0.0
-        for session in range(self.num_sessions):
-            start_s += random.expovariate(self.sessions_per_s)
-            requests += self._session(random, session, start_s, block_size)
-        return sorted(requests, key=lambda request: request.at_s)
-
-    def _session(self, random: Random, session: int, start_s: float, block_size: int) -> Iterator[SimRequest]:
-        system = min(int(random.paretovariate(1.0)) - 1, self.num_system_prompts - 1)
-        context = self.system_tokens + (_length(random, self.document_tokens) if self.document_tokens else 0)
-        at_s = start_s
-        for _ in range(self.turns):
-            context += _length(random, self.question_tokens)
-            answer = _length(random, self.answer_tokens)
-            yield SimRequest(
-                at_s, context, answer, self._ids(system, session, context, block_size), f"{self.name}-{session}"
-            )
-            context += answer
-            at_s += random.expovariate(1 / self.think_s) + 0.02 * answer
-
-    def _ids(self, system: int, session: int, context: int, block_size: int) -> bytes:
-        shared = self.system_tokens // block_size
-        return b"".join(
-            [
-                pack("<QQ", system if block < shared else 1 << 40 | session, 2 << 32 | block)
-                for block in range(context // block_size)
-            ]
-        )
-
-
-MIXES: dict[str, Mix] = {
-    mix.name: mix
-    for mix in (
-        Mix("rag", 2000, 2.0, 8, 3000, 3, 150, 150, 8.0, document_tokens=1500),
-        Mix("chat", 1500, 2.0, 4, 600, 6, 80, 200, 12.0),
-        Mix("agents", 600, 0.8, 3, 6000, 12, 500, 120, 3.0),
-        Mix("documents", 800, 1.0, 1, 200, 2, 60, 250, 20.0, document_tokens=16_000),
-        Mix("unique", 3000, 6.0, 1, 0, 1, 1000, 200, 1.0),
+    hash_ids, last = row.hash_ids, len(row.hash_ids) - 1
+    ends = range(block_size - 1, num_blocks * block_size, block_size)
+    return b"".join(
+        [
+            _block_id(hash_ids[min(end // MOONCAKE_BLOCK_TOKENS, last)] << 12 | end % MOONCAKE_BLOCK_TOKENS, 0)
+            for end in ends
+        ]
     )
-}
-"""By name, for `headwater simulate --mix`."""
 
 
-def _length(random: Random, mean: int) -> int:
-    return max(1, int(random.lognormvariate(0.0, 0.6) * mean * 0.835))
+def _block_id(name: int, space: int) -> bytes:
+    """An id for a name, spread over the whole range as hashes are: routers divide that range among workers."""
+    return pack("<QQ", name * _GOLDEN & _MASK, space)
 
 
 assert len(pack("<QQ", 0, 0)) == BLOCK_ID_BYTES

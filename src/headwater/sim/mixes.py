@@ -1,0 +1,106 @@
+"""Synthetic workloads: conversations on top of shared system prompts, with real block identity.
+
+Every piece of text (system prompt, document, question) is a run of one token that is its own, and an answer is the
+token that simulated engines generate, so that a next turn finds in the cache what an earlier one computed or generated.
+"""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+from headwater.kv.identity import chain_block_ids
+from headwater.sim.workload import GENERATED_TOKEN, SimRequest
+from headwater.types import BLOCK_ID_BYTES, TOKEN_ID_BYTES, BlockId
+
+_FIRST_SYSTEM_TOKEN = 1 << 10
+_FIRST_SESSION_TOKEN = 1 << 20
+_TOKENS_PER_SESSION = 1 << 8
+_GENERATION_S = 0.02
+"""How long an answer token takes to read, or to generate; the next turn comes after that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Sessions of several turns, each on top of one of a few shared system prompts.
+
+    Lengths are drawn from a log-normal distribution around the means, sessions arrive as a Poisson process, turns
+    follow after an exponential think time. System prompts are unequally popular (Pareto).
+    """
+
+    name: str
+    num_sessions: int
+    sessions_per_s: float
+    num_system_prompts: int
+    system_tokens: int
+    turns: int
+    question_tokens: int
+    answer_tokens: int
+    think_s: float
+    document_tokens: int = 0
+    """Private to a session, in its first turn."""
+
+    def requests(self, block_size: int, seed: int = 0) -> list[SimRequest]:
+        """All turns of all sessions, in order of arrival."""
+        random = Random(f"{self.name}/{seed}")
+        requests: list[SimRequest] = []
+        start_s = 0.0
+        for session in range(self.num_sessions):
+            start_s += random.expovariate(self.sessions_per_s)
+            requests += self._session(random, session, start_s, block_size)
+        return sorted(requests, key=lambda request: request.at_s)
+
+    def _session(self, random: Random, session: int, start_s: float, block_size: int) -> Iterator[SimRequest]:
+        text = _Conversation(block_size)
+        token = _FIRST_SESSION_TOKEN + session * _TOKENS_PER_SESSION
+        if self.num_system_prompts:
+            system = min(int(random.paretovariate(1.0)) - 1, self.num_system_prompts - 1)
+            text.append(_FIRST_SYSTEM_TOKEN + system, self.system_tokens)
+        if self.document_tokens:
+            text.append(token, _length(random, self.document_tokens))
+        at_s = start_s
+        for turn in range(1, self.turns + 1):
+            text.append(token + turn, _length(random, self.question_tokens))
+            answer_tokens = _length(random, self.answer_tokens)
+            yield text.request(at_s, answer_tokens, f"{self.name}-{session}")
+            text.append(GENERATED_TOKEN, answer_tokens)
+            at_s += random.expovariate(1 / self.think_s) + _GENERATION_S * answer_tokens
+
+
+class _Conversation:
+    """A growing prompt and the ids of its full blocks."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._ids = b""
+        self._tail = b""
+        self._num_tokens = 0
+
+    def append(self, token: int, count: int) -> None:
+        tokens = self._tail + array("I", [token] * count).tobytes()
+        parent = BlockId(self._ids[-BLOCK_ID_BYTES:]) if self._ids else None
+        self._ids += chain_block_ids(b"", tokens, self._block_size, parent=parent)
+        full_bytes = len(tokens) // (self._block_size * TOKEN_ID_BYTES) * self._block_size * TOKEN_ID_BYTES
+        self._tail = tokens[full_bytes:]
+        self._num_tokens += count
+
+    def request(self, at_s: float, output_tokens: int, session_id: str) -> SimRequest:
+        return SimRequest(at_s, self._num_tokens, output_tokens, self._ids, session_id, self._tail)
+
+
+MIXES: dict[str, Mix] = {
+    mix.name: mix
+    for mix in (
+        Mix("rag", 2000, 2.0, 8, 3000, 3, 150, 150, 8.0, document_tokens=1500),
+        Mix("chat", 1500, 2.0, 4, 600, 6, 80, 200, 12.0),
+        Mix("agents", 600, 0.8, 3, 6000, 12, 500, 120, 3.0),
+        Mix("documents", 800, 1.0, 1, 200, 2, 60, 250, 20.0, document_tokens=16_000),
+        Mix("unique", 3000, 6.0, 0, 0, 1, 1000, 200, 1.0),
+    )
+}
+"""By name, for `headwater simulate --mix`."""
+
+
+def _length(random: Random, mean: int) -> int:
+    """Log-normal: half of the lengths within a factor of 1.5 of the median, and the mean as asked for."""
+    return max(1, int(random.lognormvariate(0.0, 0.6) * mean * 0.835))

@@ -1,0 +1,75 @@
+"""One simulated run as data: what is asked of which cluster. Runs are independent, so that processes can share them."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from headwater.bench.traces import read_trace
+from headwater.router.policy import Policy
+from headwater.sim.cluster import SimCluster, SimConfig
+from headwater.sim.mixes import Mix
+from headwater.sim.report import SimCurves, SimReport, curves, mode_of, shared_lru_hit_rate, summarise
+from headwater.sim.timing import StepTimes
+from headwater.sim.workload import SimRequest, from_trace
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Where requests come from."""
+
+    source: Path | Mix
+    block_size: int
+    limit: int | None = None
+    seed: int = 0
+    """Of a mix."""
+
+    @property
+    def name(self) -> str:
+        return self.source.name if isinstance(self.source, Mix) else self.source.name.split(".")[0]
+
+    def requests(self) -> list[SimRequest]:
+        """In order of arrival. Raises `ConfigError` for a file that cannot be read."""
+        if isinstance(self.source, Mix):
+            return self.source.requests(self.block_size, self.seed)[: self.limit]
+        requests = from_trace(read_trace(self.source), self.block_size)
+        return sorted(requests, key=lambda request: request.at_s)[: self.limit]
+
+
+@dataclass(frozen=True, slots=True)
+class SimRun:
+    """A load, a cluster, and the name of a policy."""
+
+    load: Load
+    config: SimConfig
+    times: StepTimes
+    policy: str
+
+    def execute(self, policy: Policy, progress: Callable[[int], None] | None = None) -> tuple[SimReport, SimCurves]:
+        """`policy` is the one named; `progress` is told now and then how many requests have ended."""
+        config = self.config
+        requests = _requests(self.load)
+        started = time.process_time()
+        result = SimCluster(config, [self.times] * config.num_workers, policy).run(requests, progress)
+        cpu_s = time.process_time() - started
+        report = summarise(
+            result,
+            trace=self.load.name,
+            policy=self.policy,
+            mode=mode_of(config),
+            ceiling=_ceiling(self.load, config.num_workers * config.num_blocks),
+            cpu_s=cpu_s,
+        )
+        return report, curves(result)
+
+
+# Runs come ordered by load: the last one is the one to keep.
+@lru_cache(maxsize=1)
+def _requests(load: Load) -> list[SimRequest]:
+    return load.requests()
+
+
+@lru_cache(maxsize=16)
+def _ceiling(load: Load, capacity_blocks: int) -> float:
+    return shared_lru_hit_rate(_requests(load), capacity_blocks, load.block_size)
