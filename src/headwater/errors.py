@@ -18,6 +18,15 @@
     │  ├─ EngineFailed             the engine reported a failure
     │  ├─ WorkerLost               the process or the connection died (the peer broke it)
     │  └─ ProtocolError            the other side speaks another version or sent garbage
+    ├─ TransferError       502     the bytes did not arrive: take another source or compute them again
+    │  ├─ PeerLost                 the peer died, hung or was cut off
+    │  ├─ StaleGeneration          addressed to a former life of the peer
+    │  ├─ TransferRefused          keys, rights, bounds, sizes, an unknown region
+    │  ├─ RegionGone               memory was unregistered on either side
+    │  ├─ TransferTimeout          not done when the deadline came
+    │  ├─ TransferCancelled        called off by the side that began it
+    │  ├─ DataCorrupted            checksums of the two sides differ
+    │  └─ LinkUnavailable          no back-end reaches that memory
     ├─ ConfigError                 names key, value, origin, and the nearest spelling
     ├─ ModelError                  the model cannot be loaded: says what is supported
     └─ InternalError       500     our bug
@@ -137,6 +146,46 @@ class WorkerLost(WorkerError):
 class ProtocolError(WorkerError):
     code = "protocol_error"
     retryable = False
+
+
+class TransferError(HeadwaterError):
+    """Memory was not moved, or only in part: what was written at the destination must not be used."""
+
+    code = "transfer_failed"
+    http_status = 502
+    retryable = True
+
+
+class PeerLost(TransferError):
+    code = "peer_lost"
+
+
+class StaleGeneration(TransferError):
+    code = "stale_generation"
+
+
+class TransferRefused(TransferError):
+    code = "transfer_refused"
+
+
+class RegionGone(TransferError):
+    code = "region_gone"
+
+
+class TransferTimeout(TransferError):
+    code = "transfer_timeout"
+
+
+class TransferCancelled(TransferError):
+    code = "transfer_cancelled"
+
+
+class DataCorrupted(TransferError):
+    code = "data_corrupted"
+
+
+class LinkUnavailable(TransferError):
+    code = "link_unavailable"
 
 
 class ConfigError(HeadwaterError):

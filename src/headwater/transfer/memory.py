@@ -1,0 +1,132 @@
+"""Buffers as addresses: what a back-end needs of memory that others own.
+
+A `Buffer` keeps its owner alive and exported, so the memory cannot move or be freed before `release()`.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+from typing import Any
+
+from headwater.errors import TransferRefused
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class Buffer:
+    """`num_bytes` bytes at `address`; `view` gives them to Python (None for memory the CPU cannot touch)."""
+
+    __slots__ = ("_owner", "address", "fd", "num_bytes", "readonly", "view")
+
+    def __init__(self, owner: object, view: memoryview | None, address: int, num_bytes: int) -> None:
+        self._owner: object = owner
+        self.view = view
+        self.address = address
+        self.num_bytes = num_bytes
+        self.readonly = view is not None and view.readonly
+        self.fd = -1
+        """A sealed memory file that holds the same bytes from offset 0, or a plain file; -1 if none."""
+
+    def release(self) -> None:
+        """Let the owner go. Idempotent."""
+        if self.view is not None:
+            self.view.release()
+            self.view = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        owner, self._owner = self._owner, None
+        if isinstance(owner, mmap.mmap):
+            # A prepared transfer may still hold a view; the mapping then goes with it.
+            with contextlib.suppress(BufferError):
+                owner.close()
+
+
+def buffer_of(source: Any) -> Buffer:
+    """Anything with the buffer protocol, or a CPU tensor with `data_ptr`. Raises `TransferRefused`."""
+    if hasattr(source, "data_ptr"):
+        return _tensor_buffer(source)
+    try:
+        view = memoryview(source).cast("B")
+    except TypeError as error:
+        raise TransferRefused(f"{type(source).__name__} is no contiguous buffer: {error}") from None
+    if not view.nbytes:
+        raise TransferRefused("an empty buffer has nothing to register")
+    return Buffer(None, view, address_of(view), view.nbytes)
+
+
+def allocate(num_bytes: int) -> Buffer:
+    """Zeroed memory that peers on this host can map. It vanishes with the last process that holds it."""
+    fd = os.memfd_create("headwater-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return _mapped(fd, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def map_sealed(fd: int, num_bytes: int) -> Buffer:
+    """Map memory a peer sent, and own `fd`. Refused unless the peer can no longer cut it short under our feet."""
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size < num_bytes:
+            raise TransferRefused("the peer's memory is not sealed, or shorter than it says")
+        return _mapped(fd, num_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise TransferRefused(f"the peer's memory cannot be mapped: {error}") from None
+    except TransferRefused:
+        os.close(fd)
+        raise
+
+
+def address_of(view: memoryview) -> int:
+    """Where a buffer lies, read-only ones included."""
+    raw = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(raw), 0)
+    try:
+        return int(raw.buf or 0)
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(raw))
+
+
+def _mapped(fd: int, num_bytes: int) -> Buffer:
+    mapping = mmap.mmap(fd, num_bytes)
+    view = memoryview(mapping)
+    made = Buffer(mapping, view, address_of(view), num_bytes)
+    made.fd = fd
+    return made
+
+
+def _tensor_buffer(tensor: Any) -> Buffer:
+    if not tensor.is_contiguous():
+        raise TransferRefused("only contiguous tensors can be registered")
+    num_bytes = tensor.numel() * tensor.element_size()
+    if not num_bytes:
+        raise TransferRefused("an empty tensor has nothing to register")
+    address = tensor.data_ptr()
+    if tensor.device.type != "cpu":
+        return Buffer(tensor, None, address, num_bytes)
+    view = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+    return Buffer(tensor, view, address, num_bytes)
+
+
+class _PyBuffer(ctypes.Structure):
+    """`Py_buffer` of CPython's stable ABI."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
