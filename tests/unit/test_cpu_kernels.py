@@ -11,13 +11,15 @@ from cpu_reference import attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headwater.engines.native.base import QuantisedTensor
 from headwater.engines.native.cpu import binding
 from headwater.engines.native.cpu.binding import HwAttention, HwBatch, HwLayer, HwMatrix, HwModel, Kernels
 from headwater.engines.native.cpu.library import load_library
-from headwater.engines.native.cpu.panels import PanelKind, pack, padded, panel_bytes
+from headwater.engines.native.cpu.panels import PanelKind, pack, pack_quantised, padded, panel_bytes
 from headwater.weights.cache import default_cache_folder
 
 ISAS = ("avx512", "avx2", "portable")
+DTYPES = {PanelKind.BF16: torch.bfloat16, PanelKind.F16: torch.float16, PanelKind.F32: torch.float32}
 CASES = settings(max_examples=40, deadline=None)
 
 
@@ -37,11 +39,18 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 
 
 def linear(
-    kernels: Kernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: PanelKind
+    kernels: Kernels,
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantisedTensor,
+    bias: torch.Tensor | None,
+    kind: PanelKind,
 ) -> torch.Tensor:
-    rows, (outputs, inputs) = len(x), weight.shape
-    panels = torch.empty(panel_bytes(kind, outputs, inputs), dtype=torch.uint8)
-    pack(weight, kind, panels)
+    rows = len(x)
+    if isinstance(weight, QuantisedTensor):
+        (outputs, inputs), panels = weight.codes.shape, pack_quantised(weight, kind)
+    else:
+        (outputs, inputs), panels = weight.shape, pack(weight, kind)
+    assert panels.nbytes == panel_bytes(kind, outputs, inputs)
     padded_x = torch.zeros(rows, padded(inputs) + 16)
     padded_x[:, :inputs] = x
     padded_bias = torch.zeros(padded(outputs))
@@ -52,7 +61,7 @@ def linear(
         kind=int(kind),
         n=padded(outputs),
         k=padded(inputs),
-        data=panels.data_ptr(),
+        data=panels.ctypes.data,
         bias=None if bias is None else padded_bias.data_ptr(),
     )
     kernels.linear(matrix, (padded_x.data_ptr(), padded_x.shape[1]), rows, (out.data_ptr(), out.shape[1]))
@@ -65,20 +74,48 @@ def linear(
     rows=st.one_of(st.integers(1, 40), st.sampled_from([255, 256, 257, 300])),
     outputs=st.integers(1, 200),
     inputs=st.one_of(st.integers(1, 200), st.sampled_from([2047, 2048, 2064, 4100])),
-    kind=st.sampled_from(PanelKind),
+    kind=st.sampled_from([PanelKind.BF16, PanelKind.F16, PanelKind.F32]),
     biased=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_linear(
     kernels: Kernels, rows: int, outputs: int, inputs: int, kind: PanelKind, biased: bool, seed: int
 ) -> None:
-    x, weight = random(rows, inputs, seed=seed), random(outputs, inputs, seed=seed + 1).to(kind.dtype)
+    x, weight = random(rows, inputs, seed=seed), random(outputs, inputs, seed=seed + 1).to(DTYPES[kind])
     bias = random(outputs, seed=seed + 2) if biased else None
     expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     found = linear(kernels, x, weight, bias, kind)
     torch.testing.assert_close(found.double(), expected, atol=2e-6 * inputs**0.5 * 4, rtol=1e-5)
     some = sorted({0, rows // 2, rows - 1})
     assert torch.equal(linear(kernels, x[some], weight, bias, kind), found[some]), "a row depends on its neighbours"
+
+
+def quantised(outputs: int, inputs: int, kind: PanelKind, seed: int) -> tuple[QuantisedTensor, torch.Tensor]:
+    """Random codes, and the float32 values they stand for."""
+    rng, bits, group = np.random.default_rng(seed), 4 if kind is PanelKind.Q4 else 8, kind.group or 0
+    codes = rng.integers(0, 1 << bits, (outputs, inputs), dtype=np.uint8)
+    scale, offset = rng.standard_normal((2, outputs, inputs // group)).astype(np.float16).astype(np.float32)
+    wide_scale, wide_offset = (np.repeat(part, group, axis=1) for part in (scale, offset))
+    values = torch.from_numpy(wide_scale * codes.astype(np.float32) + wide_offset)
+    return QuantisedTensor(codes, scale, offset, group, bits), values
+
+
+@CASES
+@given(
+    rows=st.one_of(st.integers(1, 40), st.sampled_from([72, 256, 257])),
+    outputs=st.integers(1, 200),
+    groups=st.one_of(st.integers(1, 9), st.sampled_from([64, 65, 129])),
+    kind=st.sampled_from([PanelKind.Q4, PanelKind.Q8, PanelKind.Q8_16]),
+    seed=st.integers(0, 1000),
+)
+def test_quantised_weights_give_the_bits_of_their_values(
+    kernels: Kernels, rows: int, outputs: int, groups: int, kind: PanelKind, seed: int
+) -> None:
+    inputs = groups * (kind.group or 0)
+    weight, values = quantised(outputs, inputs, kind, seed)
+    x = random(rows, inputs, seed=seed)
+    expected = linear(kernels, x, values, None, PanelKind.F32)
+    assert torch.equal(linear(kernels, x, weight, None, kind), expected)
 
 
 class PagedCase:

@@ -93,8 +93,9 @@ def test_kernels_are_not_built_where_others_can_write(tmp_path: Path) -> None:
 def test_a_damaged_library_is_rebuilt(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwater.engines.native.cpu.library.build_library", lambda target: shutil.copy(built, target))
     package = tmp_path / "package"
-    package.mkdir()
-    (package / built.name).write_bytes(b"\x7fELF and then nothing")
+    for folder in (package, tmp_path / "cache" / "kernels"):
+        folder.mkdir(parents=True)
+        (folder / built.name).write_bytes(b"\x7fELF and then nothing")
     kernels = Kernels(load_library(package, tmp_path / "cache"))
     kernels.close()
 

@@ -1,22 +1,26 @@
 """The prepared weight file: exact values, one conversion per host, and no trust in what lies on disk."""
 
+import ctypes
 import multiprocessing
 import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from cpu_reference import RandomCheckpoint, small
+from cpu_reference import RandomCheckpoint, flat_batch, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.engines.base import Progress
+from headwater.engines.native.base import QuantisedTensor
+from headwater.engines.native.cpu.backend import CpuBackend, CpuOptions
 from headwater.engines.native.cpu.layout import TensorPlan, model_plan
-from headwater.engines.native.cpu.panels import PanelKind, holds, pack, padded, panel_bytes
+from headwater.engines.native.cpu.panels import PanelKind, narrowest, pack, padded
 from headwater.engines.native.cpu.prepared import PreparedWeights, prepare
 from headwater.errors import InternalError, ModelError
 
@@ -24,19 +28,25 @@ from headwater.errors import InternalError, ModelError
 def quiet(_: Progress) -> None: ...
 
 
+DTYPES = {PanelKind.BF16: torch.bfloat16, PanelKind.F16: torch.float16, PanelKind.F32: torch.float32}
+
+
+def read_panels(raw: torch.Tensor, kind: PanelKind, rows: int, inputs: int) -> torch.Tensor:
+    """The matrix in floating-point panels, element by element where the kernels would look for it."""
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(inputs), indexing="ij")
+    panel = row // 16 * 16 * padded(inputs)
+    paired = kind is PanelKind.BF16
+    inside = column // 2 * 32 + row % 16 * 2 + column % 2 if paired else column * 16 + row % 16
+    return raw.view(DTYPES[kind])[panel + inside]
+
+
 def unpack(weights: PreparedWeights, plan: TensorPlan) -> torch.Tensor:
-    """The matrix or vector as float32, read back from where the kernels would read it."""
     kind = weights.kind(plan.name)
-    raw = np.ctypeslib.as_array(
-        (np.ctypeslib.ctypes.c_uint8 * plan.nbytes(kind)).from_address(weights.address(plan.name))
-    )
-    values = torch.from_numpy(raw.copy()).view(kind.dtype).float()
+    content = (ctypes.c_uint8 * plan.nbytes(kind)).from_address(weights.address(plan.name))
+    raw = torch.from_numpy(np.ctypeslib.as_array(content).copy())
     if plan.inputs is None:
-        return values[: plan.rows]
-    inputs = padded(plan.inputs)
-    pairs = 2 if kind is PanelKind.BF16 else 1
-    panels = values.view(-1, inputs // pairs, 16, pairs).permute(0, 2, 1, 3).reshape(-1, inputs)
-    return panels[: plan.rows, : plan.inputs]
+        return raw.view(torch.float32)[: plan.rows]
+    return read_panels(raw, kind, plan.rows, plan.inputs).float()
 
 
 def only_file(folder: Path) -> Path:
@@ -75,6 +85,16 @@ def test_the_second_opening_reads_no_tensor(tmp_path: Path) -> None:
     assert checkpoint.reads == 0
     assert {report.phase for report in reports} == {"load"}
     assert reports[-1].done == reports[-1].total == only_file(tmp_path).stat().st_size
+
+
+def test_a_new_layout_takes_the_place_of_the_old(tmp_path: Path) -> None:
+    checkpoint = RandomCheckpoint(small())
+    old, other = tmp_path / f"{checkpoint.fingerprint[:40]}-v1.panels", tmp_path / f"{'0' * 40}-v1.panels"
+    for path in (old, other):
+        path.touch()
+    prepare(checkpoint, tmp_path, quiet).close()
+    assert not old.exists()
+    assert other.exists()
 
 
 def test_progress_of_a_conversion_counts_every_parameter(tmp_path: Path) -> None:
@@ -235,22 +255,82 @@ def test_two_openings_share_the_pages(tmp_path: Path) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=st.integers(1, 70), inputs=st.integers(1, 70), kind=st.sampled_from(PanelKind), seed=st.integers(0, 9))
+@given(
+    rows=st.integers(1, 70),
+    inputs=st.integers(1, 70),
+    kind=st.sampled_from([PanelKind.BF16, PanelKind.F16, PanelKind.F32]),
+    seed=st.integers(0, 9),
+)
 def test_packing_places_every_element(rows: int, inputs: int, kind: PanelKind, seed: int) -> None:
-    tensor = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)).to(kind.dtype)
-    out = torch.empty(panel_bytes(kind, rows, inputs), dtype=torch.uint8)
-    pack(tensor, kind, out)
-    row, column = torch.meshgrid(torch.arange(padded(rows)), torch.arange(padded(inputs)), indexing="ij")
-    panel = row // 16 * 16 * padded(inputs)
-    paired = kind is PanelKind.BF16
-    inside = column // 2 * 32 + row % 16 * 2 + column % 2 if paired else column * 16 + row % 16
-    expected = torch.zeros(padded(rows), padded(inputs), dtype=kind.dtype)
+    tensor = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)).to(DTYPES[kind])
+    expected = torch.zeros(padded(rows), padded(inputs), dtype=DTYPES[kind])
     expected[:rows, :inputs] = tensor
-    assert torch.equal(out.view(kind.dtype)[panel + inside], expected)
+    raw = torch.from_numpy(pack(tensor, kind))
+    assert torch.equal(read_panels(raw, kind, padded(rows), padded(inputs)), expected)
 
 
-def test_holds_is_about_values() -> None:
-    assert holds(PanelKind.BF16, torch.tensor([1.0, -0.5, 2.0**127]))
-    assert not holds(PanelKind.BF16, torch.tensor([1.00390625]))
-    assert holds(PanelKind.F16, torch.tensor([1.0009765625, 65504.0]))
-    assert not holds(PanelKind.F16, torch.tensor([65536.0]))
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([1.0, -0.5, 2.0**127], PanelKind.BF16),
+        ([1.0009765625, 65504.0], PanelKind.F16),
+        ([1.0009765625, 65536.0], PanelKind.F32),
+        ([1.00000012], PanelKind.F32),
+    ],
+)
+def test_the_narrowest_type_is_about_values(values: list[float], kind: PanelKind) -> None:
+    assert narrowest(torch.tensor(values)) is kind
+
+
+class QuantisedCheckpoint(RandomCheckpoint):
+    """q, k, v of unlike types; everything else dense."""
+
+    FORMS: ClassVar[dict[str, tuple[int, int]]] = {
+        "embed_tokens": (8, 32),
+        "q_proj": (4, 32),
+        "k_proj": (8, 32),
+        "v_proj": (8, 16),
+        "up_proj": (4, 32),
+        "gate_proj": (4, 32),
+        "down_proj": (4, 64),
+    }
+
+    def quantised(self, name: str) -> QuantisedTensor | None:
+        bits, group = self.FORMS.get(name.split(".")[-2], (0, 0))
+        if not bits:
+            return None
+        rng, (rows, inputs) = np.random.default_rng(len(name)), self.tensors[name].shape
+        scale, offset = (rng.standard_normal((2, rows, inputs // group)) * 0.01).astype(np.float16).astype(np.float32)
+        codes = rng.integers(0, 1 << bits, (rows, inputs), dtype=np.uint8)
+        return QuantisedTensor(codes, scale, offset, group, bits)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        parts = self.quantised(name)
+        if parts is None:
+            return super().tensor(name)
+        scale, offset = (np.repeat(part, parts.group, axis=1) for part in (parts.scale, parts.offset))
+        return torch.from_numpy(scale * parts.codes.astype(np.float32) + offset)
+
+
+def test_quantised_matrices_stay_in_codes_and_compute_the_same_bits(tmp_path: Path) -> None:
+    checkpoint = QuantisedCheckpoint(small(intermediate_size=64))
+    plain = RandomCheckpoint(checkpoint.config)
+    plain.tensors = {name: checkpoint.tensor(name) for name in checkpoint.names()}
+    plain.fingerprint = "ab" * 20
+    weights = prepare(checkpoint, tmp_path, quiet)
+    kinds = {name: weights.kind(f"layers.0.{name}") for name in ("qkv", "gate_up", "down", "output")}
+    weights.close()
+    assert kinds == {
+        "qkv": PanelKind.Q8_16,
+        "gate_up": PanelKind.Q4,
+        "down": PanelKind.F32,
+        "output": PanelKind.F32,
+    }
+    ids = list(range(1, 90))
+    outputs = []
+    for source in (checkpoint, plain):
+        backend = CpuBackend(source, CpuOptions(weights_cache=tmp_path))
+        backend.allocate_kv(8, 16)
+        outputs.append(backend.forward(flat_batch([(ids, 0)], [range(6)])).clone())
+        backend.close()
+    assert torch.equal(*outputs)

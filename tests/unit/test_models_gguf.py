@@ -53,22 +53,13 @@ def test_a_quantised_model_runs_with_its_quantised_values(tiny_model: Tiny, tmp_
     write_model(tmp_path / "model.gguf", model.reference, "llama", quantise=kind)
     checkpoint = GgufCheckpoint(resolved(tmp_path / "model.gguf"))
     embedding = checkpoint.tensor("model.embed_tokens.weight")
-    assert embedding.dtype == (torch.bfloat16 if kind == "BF16" else torch.float16)
+    assert embedding.dtype == {"BF16": torch.bfloat16, "F16": torch.float16}.get(kind, torch.float32)
     ids = random_ids(50, 300)
     expected = reference_logits(reference_of(checkpoint), ids)
     torch.testing.assert_close(run(checkpoint, ids), expected, atol=1e-3, rtol=0)
     step = {"F16": 2**-11, "BF16": 2**-8, "Q8_0": 1 / 127, "Q5_0": 1 / 15, "Q5_1": 1 / 15}.get(kind, 1 / 7)
     largest = model.reference.model.embed_tokens.weight.abs().max()
     assert (embedding.float() - model.reference.model.embed_tokens.weight).abs().max() <= step * largest
-
-
-def test_exact_values_are_float32_and_near_the_rounded_ones(tiny_model: Tiny, tmp_path: Path) -> None:
-    write_model(tmp_path / "model.gguf", tiny_model("llama").reference, "llama", quantise="Q4_1")
-    exact = GgufCheckpoint(resolved(tmp_path / "model.gguf"), exact=True)
-    rounded = GgufCheckpoint(resolved(tmp_path / "model.gguf"))
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert exact.tensor(name).dtype == torch.float32
-    assert torch.equal(exact.tensor(name).half(), rounded.tensor(name))
 
 
 def halves(values: np.ndarray) -> np.ndarray:
@@ -209,8 +200,26 @@ def test_blocks_mean_what_the_format_says(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "model.gguf"
     write_one_tensor(path, kind, rows, blocks, np.concatenate([data for data, _ in made]))
     expected = torch.tensor([values for _, values in made], dtype=torch.float64).reshape(rows, -1)
-    got = GgufCheckpoint(resolved(path), exact=True).tensor("model.embed_tokens.weight")
+    checkpoint = GgufCheckpoint(resolved(path))
+    got = checkpoint.tensor("model.embed_tokens.weight")
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-6)
+    codes = checkpoint.quantised("model.embed_tokens.weight")
+    assert codes is not None
+    assert codes.codes.max() < 2**codes.bits
+    scale, offset = (torch.from_numpy(np.repeat(part, codes.group, axis=1)) for part in (codes.scale, codes.offset))
+    assert torch.equal(torch.addcmul(offset.double(), scale.double(), torch.from_numpy(codes.codes)).float(), got)
+    assert checkpoint.quantised("model.layers.0.mlp.up_proj.weight") is None
+
+
+def test_codes_of_interleaved_heads_are_put_in_order_too(tiny_model: Tiny, tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", tiny_model("llama").reference, "llama", quantise="Q4_1")
+    checkpoint = GgufCheckpoint(resolved(tmp_path / "model.gguf"))
+    for part in ("q_proj", "k_proj", "v_proj"):
+        name = f"model.layers.0.self_attn.{part}.weight"
+        codes = checkpoint.quantised(name)
+        assert codes is not None
+        scale, offset = (torch.from_numpy(np.repeat(p, codes.group, axis=1)) for p in (codes.scale, codes.offset))
+        assert torch.equal(scale * torch.from_numpy(codes.codes) + offset, checkpoint.tensor(name))
 
 
 def test_llama3_scaling_comes_as_divisors(tiny_model: Tiny, tmp_path: Path) -> None:
@@ -334,8 +343,3 @@ def test_split_files_are_read_as_one(tiny_model: Tiny, tmp_path: Path) -> None:
     (tmp_path / "m-00002-of-00002.gguf").unlink()
     with pytest.raises(ModelError, match="parts of m are missing: m-00002-of-00002"):
         resolved(tmp_path / "m-00001-of-00002.gguf")
-
-
-def test_other_final_values_have_another_fingerprint(demo_model: ResolvedModel) -> None:
-    assert GgufCheckpoint(demo_model).fingerprint != GgufCheckpoint(demo_model, exact=True).fingerprint
-    assert GgufCheckpoint(demo_model).fingerprint == GgufCheckpoint(demo_model).fingerprint

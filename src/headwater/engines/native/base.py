@@ -10,7 +10,7 @@ handle one run per block.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -73,6 +73,31 @@ class Checkpoint(Protocol):
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor in its stored or dequantised type (f32, f16 or bf16), row-major [out, in]. Raises `ModelError`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedTensor:
+    """A matrix in codes: value[n, k] = scale[n, k // group] * codes[n, k] + offset[n, k // group].
+
+    Evaluated in float32 and rounded once, that is the value `Checkpoint.tensor` gives, to the last bit.
+    """
+
+    codes: NDArray[np.uint8]
+    """[N, K], each below 2 ** `bits`."""
+    scale: NDArray[np.float32]
+    """[N, K / group]"""
+    offset: NDArray[np.float32]
+    group: int
+    bits: int
+
+
+@runtime_checkable
+class QuantisedCheckpoint(Protocol):
+    """What a `Checkpoint` also is when its file holds quantised matrices."""
+
+    def quantised(self, name: str) -> QuantisedTensor | None:
+        """The matrix as stored; None when it is not quantised, or not in a way that `QuantisedTensor` can say."""
         ...
 
 

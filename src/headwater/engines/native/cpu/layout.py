@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from headwater.engines.native.base import Checkpoint, NativeModelConfig
+from headwater.engines.native.base import Checkpoint, NativeModelConfig, QuantisedCheckpoint, QuantisedTensor
 from headwater.engines.native.cpu.panels import PANEL_ROWS, PanelKind, padded, panel_bytes
 from headwater.errors import ModelError
 
@@ -33,9 +35,32 @@ class TensorPlan:
     def nbytes(self, kind: PanelKind) -> int:
         return padded(self.rows) * 4 if self.inputs is None else panel_bytes(kind, self.rows, self.inputs)
 
+    def read_quantised(self, checkpoint: Checkpoint) -> QuantisedTensor | None:
+        """The fused matrix in codes, if all its sources are quantised."""
+        if self.inputs is None or not isinstance(checkpoint, QuantisedCheckpoint):
+            return None
+        parts = []
+        for name, rows in self.sources:
+            part = checkpoint.quantised(name)
+            if part is None:
+                return None
+            self._check_shape(name, part.codes.shape, rows)
+            parts.append(part)
+        group = min(part.group for part in parts)
+        bits = 4 if group == 32 and all(part.bits == 4 for part in parts) else 8
+        return QuantisedTensor(
+            codes=self._fuse([torch.from_numpy(part.codes) for part in parts]).numpy(),
+            scale=self._fuse([_per_group(part.scale, part.group // group) for part in parts]).numpy(),
+            offset=self._fuse([_per_group(part.offset, part.group // group) for part in parts]).numpy(),
+            group=group,
+            bits=bits,
+        )
+
     def read(self, checkpoint: Checkpoint) -> torch.Tensor:
         """The fused tensor. Raises `ModelError` when the checkpoint does not fit its configuration."""
-        parts = [self._source(checkpoint, name, rows) for name, rows in self.sources]
+        return self._fuse([self._source(checkpoint, name, rows) for name, rows in self.sources])
+
+    def _fuse(self, parts: list[torch.Tensor]) -> torch.Tensor:
         if not self.alternating:
             return torch.cat(parts) if len(parts) > 1 else parts[0]
         panels = [_pad_rows(part).view(-1, PANEL_ROWS, *part.shape[1:]) for part in parts]
@@ -43,10 +68,17 @@ class TensorPlan:
 
     def _source(self, checkpoint: Checkpoint, name: str, rows: int) -> torch.Tensor:
         tensor = checkpoint.tensor(name)
-        expected = (rows,) if self.inputs is None else (rows, self.inputs)
-        if tuple(tensor.shape) != expected:
-            raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}; the configuration says {expected}")
+        self._check_shape(name, tuple(tensor.shape), rows)
         return tensor
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], rows: int) -> None:
+        expected = (rows,) if self.inputs is None else (rows, self.inputs)
+        if shape != expected:
+            raise ModelError(f"tensor {name} has shape {shape}; the configuration says {expected}")
+
+
+def _per_group(parameters: NDArray[np.float32], repeats: int) -> torch.Tensor:
+    return torch.from_numpy(np.repeat(parameters, repeats, axis=1))
 
 
 def _pad_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,13 +27,10 @@ def load_library(package_folder: Path, cache_folder: Path) -> ctypes.CDLL:
     for path in (prebuilt, cached):
         if path.is_file() and (library := _open(path)):
             return library
-    _build(cached)
-    if library := _open(cached):
-        return library
-    raise KernelsUnavailable(f"the kernels built at {cached} cannot be loaded")
+    return _build(cached)
 
 
-def _build(target: Path) -> None:
+def _build(target: Path) -> ctypes.CDLL:
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not _private(target.parent):
@@ -41,9 +38,13 @@ def _build(target: Path) -> None:
         with (target.parent / ".building").open("w") as lock:
             # Workers that start together wait for the one that compiles; the compiler bounds the wait.
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.is_file():
-                logger.info("compiling the CPU kernels into %s", target.parent)
-                build_library(target)
+            if target.is_file() and (library := _open(target)):
+                return library
+            logger.info("compiling the CPU kernels into %s", target.parent)
+            build_library(target)
+            if library := _open(target):
+                return library
+            raise KernelsUnavailable(f"the kernels built at {target} cannot be loaded")
     except (BuildError, OSError) as error:
         raise KernelsUnavailable(f"cannot build the CPU kernels: {error}") from error
 

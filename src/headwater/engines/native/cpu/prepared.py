@@ -16,6 +16,7 @@ import re
 import struct
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,7 +27,14 @@ import torch
 from headwater.engines.base import Progress, ProgressSink
 from headwater.engines.native.base import Checkpoint
 from headwater.engines.native.cpu.layout import TensorPlan, model_plan
-from headwater.engines.native.cpu.panels import LAYOUT_VERSION, PanelKind, holds, pack
+from headwater.engines.native.cpu.panels import (
+    LAYOUT_VERSION,
+    PanelKind,
+    narrowest,
+    pack,
+    pack_quantised,
+    quantised_kind,
+)
 from headwater.errors import InternalError, ModelError
 
 logger = logging.getLogger(__name__)
@@ -121,9 +129,17 @@ def _map_or_build(
                 os.fsync(file.fileno())
                 weights = _map(file, plans, checkpoint, progress)
             temporary.replace(path)
+            _remove_others(path)
         finally:
             temporary.unlink(missing_ok=True)
         return weights
+
+
+def _remove_others(path: Path) -> None:
+    """Files of the same checkpoint in another layout; who has one mapped keeps it."""
+    for other in path.parent.glob(f"{path.name.split('-')[0]}-v*.panels"):
+        if other != path:
+            other.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -148,11 +164,9 @@ def _write(file: BinaryIO, plans: Sequence[TensorPlan], checkpoint: Checkpoint, 
     file.write(b"\0" * _HEADER.size)
     for plan in plans:
         progress(Progress("convert", done, total, "parameters", plan.name))
-        tensor = plan.read(checkpoint)
-        kind = PanelKind.F32 if plan.inputs is None else _narrowest(tensor)
         _align(file)
         offset = file.tell()
-        _write_tensor(file, plan, tensor, kind)
+        kind = _write_tensor(file, plan, checkpoint)
         entries.append(Entry(plan.name, int(kind), offset, plan.nbytes(kind)))
         done += plan.parameters
     progress(Progress("convert", done, total, "parameters"))
@@ -169,24 +183,26 @@ def _align(file: BinaryIO) -> None:
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
 
 
-def _narrowest(tensor: torch.Tensor) -> PanelKind:
-    """The narrowest type that holds every value exactly."""
-    return next(kind for kind in (PanelKind.BF16, PanelKind.F16, PanelKind.F32) if holds(kind, tensor))
-
-
-def _write_tensor(file: BinaryIO, plan: TensorPlan, tensor: torch.Tensor, kind: PanelKind) -> None:
-    """Packs a stretch of rows at a time: memory stays bounded whatever the size."""
+def _write_tensor(file: BinaryIO, plan: TensorPlan, checkpoint: Checkpoint) -> PanelKind:
+    """Packs a stretch of rows at a time, so that memory stays bounded whatever the size."""
+    quantised = plan.read_quantised(checkpoint)
+    kind = quantised_kind(quantised) if quantised else None
+    if quantised and kind is not None:
+        for start in range(0, plan.rows, _PACK_ROWS):
+            rows = slice(start, start + _PACK_ROWS)
+            codes, scale, offset = quantised.codes[rows], quantised.scale[rows], quantised.offset[rows]
+            file.write(pack_quantised(replace(quantised, codes=codes, scale=scale, offset=offset), kind).data)
+        return kind
+    tensor = plan.read(checkpoint)
     if plan.inputs is None:
-        values = torch.zeros(plan.nbytes(kind) // 4)
+        values = torch.zeros(plan.nbytes(PanelKind.F32) // 4)
         values[: tensor.shape[0]] = tensor
         file.write(values.numpy().data)
-        return
+        return PanelKind.F32
+    kind = narrowest(tensor)
     for start in range(0, plan.rows, _PACK_ROWS):
-        rows = tensor[start : start + _PACK_ROWS]
-        part = TensorPlan(plan.name, ((plan.name, rows.shape[0]),), plan.inputs)
-        out = torch.empty(part.nbytes(kind), dtype=torch.uint8)
-        pack(rows, kind, out)
-        file.write(out.numpy().data)
+        file.write(pack(tensor[start : start + _PACK_ROWS], kind).data)
+    return kind
 
 
 def _map_path(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from headwater.engines.base import Progress, ProgressSink
-from headwater.engines.native.base import Checkpoint
+from headwater.engines.native.base import Checkpoint, QuantisedCheckpoint
 from headwater.engines.native.torch_backend.linear import DenseLinear, HalfLinear, Linear, fits_fp16, has_fbgemm
 from headwater.engines.native.torch_backend.options import LinearKind
 
@@ -54,8 +54,10 @@ def _uses_fp16(checkpoint: Checkpoint, device: torch.device, linear: LinearKind)
     """fp16 products are the default for weights that were published in 16 bits or fewer."""
     if device.type != "cpu" or linear == "float32" or not has_fbgemm():
         return False
-    probe = checkpoint.tensor("model.layers.0.mlp.down_proj.weight")
-    return linear == "fp16" or probe.dtype != torch.float32 or checkpoint.config.torch_dtype != "float32"
+    probe = "model.layers.0.mlp.down_proj.weight"
+    quantised = isinstance(checkpoint, QuantisedCheckpoint) and checkpoint.quantised(probe) is not None
+    stored, published = checkpoint.tensor(probe).dtype, checkpoint.config.torch_dtype
+    return linear == "fp16" or quantised or stored != torch.float32 or published != "float32"
 
 
 class _Loader:

@@ -1,14 +1,14 @@
 // The C interface of the kernels: plain structs of 64-bit fields and pointers, mirrored by ctypes in ../binding.py.
 //
 // All arithmetic is float32. "Panel" layout of a [N, K] matrix: groups of 16 output rows, each stored K-major, so that
-// one vector load gives 16 outputs of one k. Every output sums over K in ascending order with fused multiply-adds,
+// one vector load gives 16 outputs of one k; tile.h has the order inside a panel for each kind of weight. Every output sums over K in ascending order with fused multiply-adds,
 // whatever the batch, the tile or the number of threads: results depend on the row and the weights alone.
 //
 // Activations are rows of floats whose stride is a multiple of 16; columns beyond the width are zero.
 #pragma once
 #include <stdint.h>
 
-enum HwKind : int64_t { HW_BF16 = 0, HW_F16 = 1, HW_F32 = 2 };
+enum HwKind : int64_t { HW_BF16 = 0, HW_F16 = 1, HW_F32 = 2, HW_Q4 = 3, HW_Q8 = 4, HW_Q8_16 = 5 };
 
 struct HwMatrix {
     int64_t kind;

@@ -7,7 +7,7 @@
 // is in the batch, how a prompt was cut and where blocks lie cannot change a bit. Slots beyond a row's context are
 // never multiplied, so stale or non-finite contents of a reused block cannot reach a result.
 #pragma once
-#include "linear.h"
+#include "tile.h"
 
 namespace {
 

@@ -11,6 +11,7 @@
 #endif
 
 #define HW_INLINE static inline __attribute__((always_inline))
+#define HW_MEMBER inline __attribute__((always_inline))
 #define HW_UNROLL _Pragma("GCC unroll 32")
 
 namespace {
@@ -46,6 +47,17 @@ HW_INLINE vec bf16_odd(const void *p) {
     return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000))))};
 }
 HW_INLINE vec f16(const void *p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p))}; }
+// Codes as floats: nibble j of 16 words, or 16 bytes.
+struct words { __m512i v; };
+HW_INLINE words load_words(const void *p) { return {_mm512_loadu_si512(p)}; }
+HW_INLINE vec nibble(words w, int j) {
+    // A permutation looks at the low four bits of each word alone.
+    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return {_mm512_permutexvar_ps(j ? _mm512_srli_epi32(w.v, 4 * j) : w.v, table)};
+}
+HW_INLINE vec bytes(const void *p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)))};
+}
 
 #elif defined(HW_AVX2)
 
@@ -85,6 +97,20 @@ HW_INLINE vec bf16_odd(const void *p) {
 HW_INLINE vec f16(const void *p) {
     const __m128i *q = (const __m128i *)p;
     return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+struct words { __m256i lo, hi; };
+HW_INLINE words load_words(const void *p) {
+    return {_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)};
+}
+HW_INLINE __m256 nibble(__m256i w, int j) {
+    __m256i shifted = j ? _mm256_srli_epi32(w, 4 * j) : w;
+    return _mm256_cvtepi32_ps(j == 7 ? shifted : _mm256_and_si256(shifted, _mm256_set1_epi32(15)));
+}
+HW_INLINE vec nibble(words w, int j) { return {nibble(w.lo, j), nibble(w.hi, j)}; }
+HW_INLINE vec bytes(const void *p) {
+    const char *q = (const char *)p;
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)q))),
+            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(q + 8))))};
 }
 
 #else  // portable: four vectors of the compiler
@@ -133,6 +159,14 @@ HW_INLINE float f16_value(uint16_t h) {
 HW_INLINE vec f16(const void *p) {
     float values[16];
     for (int i = 0; i < 16; i++) values[i] = f16_value(((const uint16_t *)p)[i]);
+    return load(values);
+}
+struct words { i4 v[4]; };
+HW_INLINE words load_words(const void *p) { words w; memcpy(&w, p, sizeof w); return w; }
+HW_INLINE vec nibble(words w, int j) { HW_EACH(__builtin_convertvector((w.v[i] >> (4 * j)) & 15, f4)) }
+HW_INLINE vec bytes(const void *p) {
+    float values[16];
+    for (int i = 0; i < 16; i++) values[i] = ((const uint8_t *)p)[i];
     return load(values);
 }
 #undef HW_EACH

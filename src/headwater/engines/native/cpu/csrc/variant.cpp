@@ -1,7 +1,7 @@
 // One variant of the kernels: compiled once per instruction set with HW_VARIANT and the flags that belong to it.
 // Uses nothing of the C++ library, so that no code of this instruction set is shared with other units.
 #include "attention.h"
-#include "forward.h"
+#include "linear.h"
 
 namespace {
 
@@ -58,18 +58,44 @@ float f16_at(const void *data, int64_t i) {
     return values[0];
 }
 
-float element(const HwMatrix &m, int64_t i) {
-    if (m.kind == HW_BF16) return bf16_at(m.data, i);
-    if (m.kind == HW_F16) return f16_at(m.data, i);
-    return ((const float *)m.data)[i];
+float quantised_at(const char *group, int64_t lane, int code) {
+    const float *parameters = (const float *)group;
+    return first_lane(fma(broadcast(parameters[lane]), broadcast(float(code)), broadcast(parameters[16 + lane])));
+}
+
+// Weight k of output `lane` of a panel.
+float element(const HwMatrix &m, const char *panel, int64_t lane, int64_t k) {
+    const uint8_t *codes = (const uint8_t *)panel + 128;
+    switch (m.kind) {
+        case HW_BF16: return bf16_at(panel, k / 2 * 32 + lane * 2 + k % 2);
+        case HW_F16: return f16_at(panel, k * 16 + lane);
+        case HW_F32: return ((const float *)panel)[k * 16 + lane];
+        case HW_Q4: {
+            const int64_t group = k / 32 * Q4::group_bytes, word = k % 32 / 8 * 64 + lane * 4, byte = k % 8 / 2;
+            return quantised_at(panel + group, lane, codes[group + word + byte] >> (k % 2 * 4) & 15);
+        }
+        default: {
+            const int64_t size = m.kind == HW_Q8 ? 32 : 16, group = k / size * (128 + size * 16);
+            return quantised_at(panel + group, lane, codes[group + k % size * 16 + lane]);
+        }
+    }
+}
+
+int64_t panel_bytes(const HwMatrix &m) {
+    switch (m.kind) {
+        case HW_BF16: case HW_F16: return m.k * 32;
+        case HW_F32: return m.k * 64;
+        case HW_Q4: return bytes_of<Q4>(m.k);
+        case HW_Q8: return bytes_of<Q8<32>>(m.k);
+        default: return bytes_of<Q8<16>>(m.k);
+    }
 }
 
 // One token's column of a panel.
 void embed(const HwModel &m, int64_t token, float *out) {
     const HwMatrix &e = m.embedding;
-    const int64_t panel = token / 16 * 16 * e.k, lane = token % 16;
-    for (int64_t k = 0; k < e.k; k++)
-        out[k] = element(e, panel + (e.kind == HW_BF16 ? k / 2 * 32 + lane * 2 + k % 2 : k * 16 + lane));
+    const char *panel = (const char *)e.data + token / 16 * panel_bytes(e);
+    for (int64_t k = 0; k < e.k; k++) out[k] = element(e, panel, token % 16, k);
 }
 
 struct Step {
