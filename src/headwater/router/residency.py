@@ -1,10 +1,15 @@
-"""What workers hold, fed by their events: the prefix index behind the cluster view."""
+"""What workers hold: the prefix index behind the cluster view, fed by their events, or by guesses about the silent."""
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from headwater.kv.index import PrefixIndex, block_keys
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored, WorkerEvent
+from headwater.router.approximate import LearnedBlocks
 from headwater.types import BLOCK_ID_BYTES, Tier, WorkerId
+
+Knowledge = Literal["events", "approximate", "none"]
+"""How it is known what a worker holds: it tells, or it is guessed from what was sent there, or not (yet) at all."""
 
 _CHURN_WINDOW_BLOCKS = 20_000.0
 
@@ -17,6 +22,7 @@ class Residency:
 
     def __init__(self, max_blocks: int) -> None:
         self.index = PrefixIndex(max_blocks)
+        self.learned = LearnedBlocks(self.index)
         self._tiers: set[Tier] = {"device"}
         self._tellers: set[str] = set()
         self._recent_stored = self._recent_removed = 0.0
@@ -25,12 +31,19 @@ class Residency:
         self.index.add_worker(WorkerId(worker_id))
 
     def remove_worker(self, worker_id: str) -> None:
+        self.learned.told(worker_id)
         self.index.remove_worker(WorkerId(worker_id))
         self._tellers.discard(worker_id)
 
-    def tells(self, worker_id: str) -> bool:
-        """Whether a worker has ever sent a block event: one that never does cannot be routed to by prefix."""
-        return worker_id in self._tellers
+    def knowledge(self, worker_id: str) -> Knowledge:
+        if worker_id in self._tellers:
+            return "events"
+        return "approximate" if self.learned.num_blocks(worker_id) else "none"
+
+    def computed(self, worker_id: str, keys: Sequence[int], capacity: int, now: float) -> None:
+        """A prompt was computed by a worker, which is all that is known of one that sends no events."""
+        if worker_id not in self._tellers:
+            self.learned.learn(worker_id, keys, capacity, now)
 
     @property
     def churn(self) -> float:
@@ -42,13 +55,16 @@ class Residency:
         match event:
             case BlocksStored():
                 self._tiers.add(event.tier)
-                self._tellers.add(worker_id)
+                if worker_id not in self._tellers:
+                    self._tellers.add(worker_id)
+                    self.learned.told(worker_id)
                 self._note_stored(len(event.block_ids) // BLOCK_ID_BYTES)
                 self.index.store(worker, block_keys(event.block_ids), event.tier)
             case BlocksRemoved():
                 self._recent_removed += len(event.block_ids) // BLOCK_ID_BYTES
                 self.index.remove(worker, block_keys(event.block_ids), event.tier)
             case BlocksCleared():
+                self.learned.told(worker_id)
                 for tier in (event.tier,) if event.tier is not None else tuple(self._tiers):
                     self.index.clear(worker, tier)
             case _:

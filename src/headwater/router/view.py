@@ -109,6 +109,8 @@ class Booking:
     output_tokens: int
     keys: Sequence[int]
     """Of the prompt's blocks: they count as resident until they are computed and the worker tells."""
+    cached_tokens: int = 0
+    """Of the prompt, expected to be there."""
     prefilling: bool = True
     """Until the prompt has been computed."""
     open: bool = True
@@ -195,8 +197,9 @@ class ClusterView:
             request.expected_output_tokens = self.typical_output(request.fingerprint)
         if not request.block_ids or not self.tracks_residency:
             return
+        self.residency.learned.sweep(request.now)
         request.churn = self.residency.churn
-        request.keys = block_keys(request.block_ids)
+        request.keys = request.keys or block_keys(request.block_ids)
         request.cached_tokens = self.residency.cached_tokens(
             request.keys, request.block_size, request.num_prompt_tokens
         )
@@ -226,13 +229,16 @@ class ClusterView:
         max_tokens: int,
         cached_tokens: int = 0,
         keys: Sequence[int] = (),
+        expected_output_tokens: float = 0.0,
     ) -> Booking:
         """A sequence is sent to a worker, which is expected to have `cached_tokens` of its prompt."""
-        typical = self.typical_output(worker.instance.card.fingerprint)
+        expected_output_tokens = expected_output_tokens or self.typical_output(worker.instance.card.fingerprint)
         new_tokens = num_prompt_tokens - cached_tokens
         pairs = prefill_pairs(new_tokens, cached_tokens)
-        expected = min(max_tokens, int(typical) + 1)
-        booking = Booking(worker, worker.life, new_tokens, pairs, num_prompt_tokens, new_tokens, expected, keys)
+        expected = min(max_tokens, int(expected_output_tokens) + 1)
+        booking = Booking(
+            worker, worker.life, new_tokens, pairs, num_prompt_tokens, new_tokens, expected, keys, cached_tokens
+        )
         self.residency.index.predict(WorkerId(worker.worker_id), keys)
         worker.sent_tokens += new_tokens
         worker.booked_sequences += 1
@@ -245,15 +251,20 @@ class ClusterView:
         worker.refresh()
         return booking
 
-    def prefilled(self, booking: Booking) -> None:
-        """The prompt has been computed (the first token came)."""
+    def prefilled(self, booking: Booking, now: float = 0.0, cached_tokens: int | None = None) -> None:
+        """The prompt has been computed (the first token came), so much of it out of the cache if the worker said."""
         if not booking.prefilling:
             return
         booking.prefilling = False
         worker = booking.worker
-        if booking.open and booking.life == worker.life:
-            self._end_prefill(booking)
-            worker.refresh()
+        if not booking.open or booking.life != worker.life:
+            return
+        if self.tracks_residency:
+            self.residency.computed(worker.worker_id, booking.keys, worker.instance.kv_blocks, now)
+            if cached_tokens is not None:
+                self.residency.learned.note_cached(worker.worker_id, booking.cached_tokens, cached_tokens)
+        self._end_prefill(booking)
+        worker.refresh()
 
     def release(self, booking: Booking, num_generated: int | None = None) -> None:
         """The sequence has ended; `num_generated` if it ended by itself, for the guess of the next ones."""
