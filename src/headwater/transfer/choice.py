@@ -8,7 +8,7 @@ from typing import cast
 from headwater.errors import ConfigError
 from headwater.transfer.base import Backend
 
-_SHIPPED = {
+SHIPPED = {
     "shm": "headwater.transfer.backends.shm:SharedBackend",
     "cma": "headwater.transfer.backends.cma:CmaBackend",
     "tcp": "headwater.transfer.backends.tcp:TcpBackend",
@@ -23,10 +23,10 @@ def make_backends(names: Sequence[str]) -> list[Backend]:
 
 
 def _make(name: str) -> Backend:
-    if name in _SHIPPED:
-        module, _, kind = _SHIPPED[name].partition(":")
+    if name in SHIPPED:
+        module, _, kind = SHIPPED[name].partition(":")
         return cast(Backend, getattr(import_module(module), kind)())
     for found in entry_points(group=GROUP):
         if found.name == name:
             return cast(Backend, found.load()())
-    raise ConfigError(f"no transfer back-end is called {name!r}; shipped are {', '.join(_SHIPPED)}")
+    raise ConfigError(f"no transfer back-end is called {name!r}; shipped are {', '.join(SHIPPED)}")

@@ -100,6 +100,11 @@ class Transfer:
             return "moving"
         return "done" if future.exception() is None else "failed"
 
+    def prepare(self) -> str:
+        """Connect, choose a back-end (returned) and lay everything out, so that the first posting costs no more than
+        the others. Not needed: posting does it too."""
+        return self._ready(Stop(self._mover.clock, self.timeout_s)).backend.name
+
     def post(self) -> Future[Moved]:
         """Move in the background. Raises `TransferError` while it is still moving, `Overloaded` beyond the bound."""
         future, stop = self._begin()
