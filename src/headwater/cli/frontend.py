@@ -5,8 +5,8 @@ import argparse
 import uvloop
 
 from headwater.cli.flags import add_config_flags, load_from
-from headwater.deploy.logs import configure_logging
 from headwater.frontend.process import run_frontend
+from headwater.logs import configure_logging
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,5 +15,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = load_from(args).config
-    configure_logging(config.runtime, "frontend")
+    configure_logging(config.runtime, "frontend", secrets=config.frontend.api_key)
     return uvloop.run(run_frontend(config, share_port=config.frontends > 1))

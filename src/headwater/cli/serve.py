@@ -21,10 +21,10 @@ from headwater.config.fields import sections_of
 from headwater.config.schema import ServeConfig
 from headwater.deploy.clusters import ClusterFolder, ClusterRecord, cluster_folder
 from headwater.deploy.local import LocalSupervisor, parts_of
-from headwater.deploy.logs import configure_logging
 from headwater.deploy.ports import base_url, reserved_port
 from headwater.deploy.supervision import Finish
 from headwater.errors import ConfigError, HeadwaterError, Unavailable
+from headwater.logs import configure_logging
 from headwater.protocol.cluster import Instance
 from headwater.runtime.registry.open import open_registry
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         json_logs = config.runtime.log_format == "json"
         writer = LogWriter(sys.stderr.buffer, b"" if json_logs else prefix("supervisor", parts_of(config)))
         held.callback(writer.close)
-        configure_logging(config.runtime, "supervisor", writer)
+        configure_logging(config.runtime, "supervisor", writer, secrets=config.frontend.api_key)
         check(config)
         finish = asyncio.run(Serving(config, writer, began).run())
     if finish.code:

@@ -3,7 +3,7 @@
 import argparse
 
 from headwater.cli.flags import add_config_flags, add_model, load_from
-from headwater.deploy.logs import configure_logging
+from headwater.logs import configure_logging
 from headwater.worker.process import worker_main
 
 
@@ -14,5 +14,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = load_from(args).config
-    configure_logging(config.runtime, "worker")
+    configure_logging(config.runtime, "worker", secrets=config.frontend.api_key)
     return worker_main(config, worker_index=0, num_workers=1)

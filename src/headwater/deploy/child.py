@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from headwater.config.schema import ServeConfig
-from headwater.deploy.logs import configure_logging
 from headwater.deploy.reports import Reporter
 from headwater.deploy.supervision import FAILED_EXIT, PERMANENT_EXIT
 from headwater.errors import ConfigError, HeadwaterError, ModelError
+from headwater.logs import configure_logging
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str], run_parts: Mapping[str, RunPart]) -> int:
     args = _parse(argv, list(run_parts))
     die_with_parent(args.parent_pid)
     config = read_config(args.config_fd)
-    configure_logging(config.runtime, f"{args.kind}-{args.index}")
+    configure_logging(config.runtime, f"{args.kind}-{args.index}", secrets=config.frontend.api_key)
     reporter = Reporter(args.report_fd)
     try:
         return run_parts[args.kind](config, args.index, reporter)

@@ -98,7 +98,7 @@ class Application:
 def _write_line(
     level: int, request: HttpRequest, record: RequestRecord, status: int, complete: bool, duration_s: float
 ) -> None:
-    """One line with the same facts for people (in the message) and for machines (as fields)."""
+    """What happened is in the fields; `headwater.logs` writes them out for people too."""
     fields: dict[str, object] = {
         "request_id": record.request_id,
         "method": request.method,
@@ -121,8 +121,7 @@ def _write_line(
             fields["ttft_ms"] = _ms(record.first_token - record.received)
     if record.error_code:
         fields["error"] = record.error_code
-    message = " ".join([f"{name}={value}" for name, value in fields.items()])
-    request_log.log(level, "%s", message, extra=fields)
+    request_log.log(level, "answered", extra=fields)
 
 
 def _ms(seconds: float) -> float:
