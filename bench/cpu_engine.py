@@ -1,14 +1,14 @@
 """CPU milliseconds of the CPU backend per decode step and per prefill, beside peers in the same run.
 
     python bench/cpu_engine.py [BATCH:CONTEXT ...] [--isa avx2] [--threads 1] [--model NAME]
-    python bench/cpu_engine.py --peer transformers \
-        --peer "VENV/bin/python bench/peers/vllm_cpu.py FOLDER" --peer "node bench/peers/llama_cpp.mjs FILE.gguf"
+    python bench/cpu_engine.py --peer transformers --peer "COMMAND"
 
 The forward pass with logits of every sequence's last row; process CPU time, medians, random tokens and block places.
-A peer is a command that takes pairs BATCH:CONTEXT and prints one JSON line per pair, as bench/peers/ has them;
-`transformers` is bench/peers/transformers_cpu.py over the same file. Rounds alternate between engines, so that a busy
-host harms all alike; the table shows each one's best round. `floor` is what this machine could do at best, measured
-here: the larger of bytes over memory bandwidth and operations over the rate of a large float32 product.
+A peer is a command that takes pairs BATCH:CONTEXT and prints one JSON line per pair; bench/peers/cpu_engines.py has
+all of them in one table. `transformers` is bench/peers/transformers_cpu.py over the same file. Rounds alternate between
+engines, so that a busy host harms all alike; the table shows each one's best round. `floor` is what float32 could do on
+this machine at best, measured here: the larger of bytes over memory bandwidth and operations over the rate of a large
+product.
 """
 
 import argparse

@@ -30,17 +30,17 @@ SHORT, LONG = 101, 2001
 Row = dict[str, Any]
 
 
-def measure(pid: int, load: Load) -> Row:
+def measure(pid: int, load: Load, worker_pid: int | None = None) -> Row:
     """After a second of the same load as a warm-up."""
     run_load(replace(load, seconds=1.0, seed=load.seed + 1000, requests=min(load.requests, 500)))
-    before = cpu_s(pid)
+    pids = {"cpu_ms_per_request": pid, **({"worker_cpu_ms_per_request": worker_pid} if worker_pid else {})}
+    before = {name: cpu_s(pid) for name, pid in pids.items()}
     result = run_load(load)
-    used_s = cpu_s(pid) - before
     requests = max(1, result.requests)
     return {
         "requests": result.requests,
         **errors_of(result),
-        "cpu_ms_per_request": used_s * 1e3 / requests,
+        **{name: (cpu_s(pid) - before[name]) * 1e3 / requests for name, pid in pids.items()},
         "requests_per_s": result.requests / result.wall_s,
         "tokens_per_s": result.requests * load.max_tokens / result.wall_s,
         "reads_per_request": result.reads / requests,

@@ -88,8 +88,10 @@ SYSTEMS: dict[str, Callable[[bool, str | None], Started]] = {
 }
 FIGURES = {
     "ms/request": "frontend CPU, 131 prompt tokens, 1 out",
+    "worker ms/request": "CPU of the four mock workers, 131 -> 1",
     "us/prompt token": "slope from 131 to 2,031",
     "us/token joined": "slope from 1 to 100 out, workers without delay",
+    "worker us/token": "of the four mock workers, slope from 1 to 100 out",
     "reads joined": "of a stream of 100 tokens",
     "us/token own": "paced, the whole request over 100 tokens",
     "reads own": "",
@@ -105,8 +107,8 @@ FIGURES = {
 def measure_system(start: Callable[[bool, str | None], Started], args: argparse.Namespace, seed: int) -> Row:
     found: Row = {"errors": 0}
 
-    def cell(pid: int, load: Load) -> Row:
-        row = measure(pid, load)
+    def cell(children: list[Process], load: Load) -> Row:
+        row = measure(children[1].pid, load, children[0].pid)
         found["errors"] += row["errors"]
         if row["errors"]:
             print(row["error_sample"], file=sys.stderr)
@@ -115,23 +117,24 @@ def measure_system(start: Callable[[bool, str | None], Started], args: argparse.
     began = time.perf_counter()
     with start(False, args.log) as (port, children):
         found["boot s"] = first_token_s(port, began)
-        pid = children[1].pid
-        one = cell(pid, Load(port, SHORT, 1, 64, args.seconds, seed=seed))
-        long = cell(pid, Load(port, LONG, 1, 64, args.seconds, seed=seed))
-        many = cell(pid, Load(port, SHORT, 100, 64, args.seconds, seed=seed))
+        one = cell(children, Load(port, SHORT, 1, 64, args.seconds, seed=seed))
+        long = cell(children, Load(port, LONG, 1, 64, args.seconds, seed=seed))
+        many = cell(children, Load(port, SHORT, 100, 64, args.seconds, seed=seed))
         for name, words in (("TTFT ms", SHORT), ("TTFT long ms", LONG)):
             alone = run_load(Load(port, words, 100, 1, requests=40, seed=seed + 50))
             found["errors"] += errors_of(alone)["errors"]
             found[name] = statistics.median(alone.ttft_ms)
-        found["RSS MB"] = rss_mb(pid)
+        found["RSS MB"] = rss_mb(children[1].pid)
     with start(True, args.log) as (port, children):
         first_token_s(port, time.perf_counter())
-        paced = cell(children[1].pid, Load(port, SHORT, 100, 64, args.seconds * 1.5, seed=seed))
-    cost = "cpu_ms_per_request"
+        paced = cell(children, Load(port, SHORT, 100, 64, args.seconds * 1.5, seed=seed))
+    cost, worker = "cpu_ms_per_request", "worker_cpu_ms_per_request"
     return found | {
         "ms/request": one[cost],
+        "worker ms/request": one[worker],
         "us/prompt token": (long[cost] - one[cost]) * 1e3 / (LONG - SHORT),
         "us/token joined": (many[cost] - one[cost]) * 1e3 / 99,
+        "worker us/token": (many[worker] - one[worker]) * 1e3 / 99,
         "reads joined": many["reads_per_request"],
         "us/token own": paced[cost] * 1e3 / 100,
         "reads own": paced["reads_per_request"],

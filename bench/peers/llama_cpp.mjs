@@ -1,9 +1,11 @@
 // CPU milliseconds of llama.cpp (prebuilt, from the npm package node-llama-cpp) per decode step and per prefill.
-// Usage: node llama_cpp.mjs MODEL.gguf BATCH:CONTEXT [BATCH:CONTEXT ...]   One JSON line per pair, one thread.
-import {getLlama} from "node-llama-cpp";
+// Usage: node llama_cpp.mjs NPM_FOLDER MODEL.gguf BATCH:CONTEXT [...]   One JSON line per pair, one thread.
+// NPM_FOLDER is where `setup` installed node-llama-cpp.
+import {resolve} from "node:path";
 
 const STEPS = 32;
-const [path, ...pairs] = process.argv.slice(2);
+const [folder, path, ...pairs] = process.argv.slice(2);
+const {getLlama} = await import(resolve(folder, "node_modules/node-llama-cpp/dist/index.js"));
 const llama = await getLlama({gpu: false, build: "never", maxThreads: 1});
 const model = await llama.loadModel({modelPath: path});
 const cpuMs = () => { const {user, system} = process.cpuUsage(); return (user + system) / 1000; };
