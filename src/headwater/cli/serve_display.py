@@ -130,15 +130,16 @@ def describe(report: ProgressReport) -> str:
 
 
 def print_ready(out: IO[str], config: ServeConfig, url: str, instances: Sequence[Instance], took_s: float) -> None:
-    """The closing table and a command that can be copied."""
+    """The closing table and a command that can be copied. Workers that are still on their way are left out."""
+    ready = [instance for instance in instances if instance.state == "ready"]
     console = Console(file=out, highlight=False, markup=False)
     table = Table(title=f"ready in {took_s:.1f} s", title_justify="left", show_header=False)
-    for name, value in ready_rows(config, url, instances):
+    for name, value in ready_rows(config, url, ready):
         table.add_row(name, Text(value))
     console.print(table)
-    if instances:
+    if ready:
         console.print("\ntry it:\n", style="dim")
-        console.print(curl_command(config, url, instances[0].card.name), soft_wrap=True)
+        console.print(curl_command(config, url, ready[0].card.name), soft_wrap=True)
 
 
 def ready_rows(config: ServeConfig, url: str, instances: Sequence[Instance]) -> list[tuple[str, str]]:
@@ -154,7 +155,7 @@ def ready_rows(config: ServeConfig, url: str, instances: Sequence[Instance]) -> 
             ("engine", engine),
             ("KV blocks", f"{instance.kv_blocks:,} x {card.block_size} tokens per worker"),
             ("longest context", f"{card.max_model_len:,} tokens"),
-            ("workers", str(count)),
+            ("workers", str(count) if count >= config.workers else f"{count} of {config.workers} so far"),
         ]
     keys = "API key required" if config.frontend.api_key else "no API key"
     rows += [("frontends", str(config.frontends)), ("URL", f"{url}/v1  ({keys})")]

@@ -47,9 +47,10 @@ def look(args: argparse.Namespace) -> Document:
     try:
         return {"source": server.url, **server.get_json("/debug/cluster")}
     except Unavailable as error:
-        url = load_from(args).config.runtime.registry or next((c.registry for c in running_clusters()), None)
+        here = [cluster.registry for cluster in running_clusters() if args.pid in (None, cluster.pid)]
+        url = load_from(args).config.runtime.registry or next(iter(here), None)
         if args.url or url is None:
-            hint = "start one with `headwater serve`, or name one with --url or --registry"
+            hint = "start one with `headwater serve`, or name one with --url, --pid or --registry"
             raise Unavailable(error.message, hint=hint) from error
         return asyncio.run(_from_registry(url))
 

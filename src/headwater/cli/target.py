@@ -1,7 +1,7 @@
 """Which server the client verbs (`chat`, `status`) talk to.
 
-`--url` says it; a configured port says it; else it is the newest cluster of this user on this host; else the default
-address.
+`--url` says it, or `--pid` of the `serve` that is meant; a configured port says it; else it is the newest cluster of
+this user on this host; else the default address.
 """
 
 import argparse
@@ -11,21 +11,33 @@ from headwater.cli.http import Server
 from headwater.config.load import LoadedConfig
 from headwater.deploy.clusters import running_clusters
 from headwater.deploy.ports import base_url
+from headwater.errors import Unavailable
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help="base URL of the server; default: what runs here")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--url", help="base URL of the server; default: what runs here")
+    which.add_argument("--pid", type=int, metavar="N", help="process id of the `headwater serve` that is meant")
     add_config_flags(parser, names=("host", "port", "api_key", "registry", "log_level"))
 
 
 def server_of(args: argparse.Namespace, timeout_s: float) -> Server:
     loaded = load_from(args)
     keys = loaded.config.frontend.api_key
-    return Server(args.url or _url(loaded), keys[0] if keys else None, timeout_s)
+    return Server(args.url or _url(loaded, args.pid), keys[0] if keys else None, timeout_s)
 
 
-def _url(loaded: LoadedConfig) -> str:
+def _url(loaded: LoadedConfig, pid: int | None) -> str:
+    if pid is not None:
+        return _url_of(pid)
     frontend = loaded.config.frontend
     configured = any(loaded.origins[key].layer != "default" for key in ("frontend.host", "frontend.port"))
     clusters = [] if configured and frontend.port else running_clusters()
     return clusters[0].url if clusters else base_url(frontend.host, frontend.port)
+
+
+def _url_of(pid: int) -> str:
+    for cluster in running_clusters():
+        if cluster.pid == pid:
+            return cluster.url
+    raise Unavailable(f"no `headwater serve` with process id {pid} runs here")

@@ -109,7 +109,8 @@ class Cluster:
             connection = WorkerConnection(instance, self._open_link, self)
             self._connections[instance.worker_id] = connection
             connection.start()
-            logger.info("worker %s appeared (%s, %s)", instance.worker_id, instance.card.name, instance.state)
+            model = instance.card.name or "no model yet"
+            logger.info("worker %s appeared (%s, %s)", instance.worker_id, model, instance.state)
         self._models.refresh()
 
     def _changed(self, connection: WorkerConnection, instance: Instance) -> None:

@@ -5,6 +5,7 @@ import os
 import shlex
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -34,8 +35,8 @@ CARD = ModelCard(
 )
 
 
-def instance(number: int) -> Instance:
-    return Instance(
+def instance(number: int, **changes: Any) -> Instance:
+    made = Instance(
         worker_id=f"w{number}",
         role="both",
         state="ready",
@@ -46,6 +47,7 @@ def instance(number: int) -> Instance:
         version=(1, 0),
         kv_blocks=1000,
     )
+    return msgspec.structs.replace(made, **changes)
 
 
 class Blockable(io.BytesIO):
@@ -157,6 +159,17 @@ def test_the_table_and_the_command_at_the_end() -> None:
     for part in ("ready in 4.2 s", "m, alias", "float32", "1,000 x 16 tokens", "8,192 tokens", "API key required"):
         assert part in text
     assert "very-secret" not in text
+
+
+def test_the_table_leaves_out_workers_that_are_on_their_way() -> None:
+    out = io.StringIO()
+    card = msgspec.structs.replace(CARD, name="", served_names=[], architecture="", dtype="")
+    late = instance(0, state="starting", card=card, kv_blocks=0)
+    print_ready(out, ServeConfig(workers=2), "http://127.0.0.1:8000", [late, instance(1)], 4.2)
+    text = out.getvalue()
+    assert text.count("architecture") == 1
+    assert "1 of 2 so far" in text
+    assert '"model": "m"' in text
 
 
 def test_the_command_is_what_a_shell_takes() -> None:
