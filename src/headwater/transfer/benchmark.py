@@ -140,14 +140,18 @@ class Bench:
         self._laps: list[float] = []
         self._cpu_s = 0.0
 
-    def run(self, seconds: float) -> None:
-        """Transfers back to back for so long."""
+    def run(self, seconds: float) -> tuple[list[float], float]:
+        """Transfers back to back for so long; the seconds each took, and the CPU seconds of all."""
+        laps: list[float] = []
         cpu_s = time.process_time() + self._target.cpu_s()
         end = time.perf_counter() + seconds
         while (started := time.perf_counter()) < end:
             self._transfer.run()
-            self._laps.append(time.perf_counter() - started)
-        self._cpu_s += time.process_time() + self._target.cpu_s() - cpu_s
+            laps.append(time.perf_counter() - started)
+        cpu_s = time.process_time() + self._target.cpu_s() - cpu_s
+        self._laps += laps
+        self._cpu_s += cpu_s
+        return laps, cpu_s
 
     def row(self) -> Row:
         """What was measured; measures first if nothing was."""
