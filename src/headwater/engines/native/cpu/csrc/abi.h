@@ -1,8 +1,9 @@
 // The C interface of the kernels: plain structs of 64-bit fields and pointers, mirrored by ctypes in ../binding.py.
 //
 // All arithmetic is float32. "Panel" layout of a [N, K] matrix: groups of 16 output rows, each stored K-major, so that
-// one vector load gives 16 outputs of one k; tile.h has the order inside a panel for each kind of weight. Every output sums over K in ascending order with fused multiply-adds,
-// whatever the batch, the tile or the number of threads: results depend on the row and the weights alone.
+// one vector load gives 16 outputs of one k; tile.h has the order inside a panel for each kind of weight. Every output
+// sums over K in ascending order with fused multiply-adds, whatever the batch, the tile or the number of threads:
+// results depend on the row and the weights alone.
 //
 // Activations are rows of floats whose stride is a multiple of 16; columns beyond the width are zero.
 #pragma once

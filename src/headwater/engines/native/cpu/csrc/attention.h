@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int64_t tile_tokens = 128;
+constexpr int64_t scan_panels = tile_tokens / 16;
 constexpr int64_t max_head_dim = 512;
 
 struct AttentionBuffers {
@@ -31,6 +32,23 @@ HW_INLINE float *kv_head(const HwBatch &b, const KvShape &s, int64_t block, int6
     return b.kv + block * b.block_floats + layer * s.layer_floats + head * s.head_floats;
 }
 
+// The cache of one sequence, layer and KV head.
+struct Context {
+    const HwBatch &b;
+    const KvShape &s;
+    int64_t seq, layer, head;
+
+    const float *block(int64_t position) const {
+        return kv_head(b, s, b.block_tables[seq * b.table_stride + position / s.block_size], layer, head);
+    }
+    const char *keys(int64_t position) const {
+        return (const char *)(block(position) + position % s.block_size * s.head_dim);
+    }
+    const char *values(int64_t position) const {
+        return (const char *)(block(position) + s.head_dim * s.block_size + position % s.block_size * 16);
+    }
+};
+
 void write_kv(const HwBatch &b, const KvShape &s, int64_t seq, int64_t position, int64_t layer, int64_t head,
               const float *k, const float *v) {
     int64_t block = b.block_tables[seq * b.table_stride + position / s.block_size], slot = position % s.block_size;
@@ -43,29 +61,36 @@ void write_kv(const HwBatch &b, const KvShape &s, int64_t seq, int64_t position,
     if (d < s.head_dim) store(values + d * s.block_size, load_partial(v + d, s.head_dim - d));
 }
 
-// Rows [row, row + rows) of one sequence times `group` query heads that share one KV head.
+// Rows [row, row + rows) of one sequence times `heads` query heads that share one KV head.
 struct AttentionTask {
     int64_t seq, row, rows, kv_head, first_head, heads;
+    const Context *next;  // what is likely scanned after this, or null
 };
 
+// Where a scan begins: tiles lie at absolute positions.
+HW_INLINE int64_t first_tile(float lowest_seen) {
+    return lowest_seen > 0 ? int64_t(lowest_seen) / tile_tokens * tile_tokens : 0;
+}
+
+// One query's softmax so far. It sees positions [low, end).
 struct RowState {
-    float highest;
+    float low, end, highest;
     vec sum;
 };
 
-// Turns the scores of one query into weights, in place; returns the factor for what was summed before.
-HW_INLINE float soften(float *scores, int64_t tokens, float first, float lowest_seen, float end, RowState &state) {
+// Turns the scores of one query, of positions `first` on, into weights in place; returns the factor for what was
+// summed before.
+HW_INLINE float soften(float *scores, int64_t tokens, float first, RowState &state) {
     vec highest = broadcast(state.highest);
     const vec masked = broadcast(-__builtin_inff());
-    const vec index = lane_index(), low = broadcast(lowest_seen), high = broadcast(end);
+    const vec index = lane_index(), low = broadcast(state.low), end = broadcast(state.end);
     for (int64_t t = 0; t < tokens; t += 16) {
         vec position = add(index, broadcast(first + float(t)));
-        vec s = select_less(position, low, masked, select_less(position, high, load(scores + t), masked));
+        vec s = select_less(position, low, masked, select_less(position, end, load(scores + t), masked));
         store(scores + t, s);
         highest = max(highest, s);
     }
-    float top = max_of(highest);
-    float factor = first_lane(exp(broadcast(state.highest - top)));
+    const float top = max_of(highest), factor = first_lane(exp(broadcast(state.highest - top)));
     state.sum = mul(state.sum, broadcast(factor));
     for (int64_t t = 0; t < tokens; t += 16) {
         vec p = exp(sub(load(scores + t), broadcast(top)));
@@ -76,61 +101,80 @@ HW_INLINE float soften(float *scores, int64_t tokens, float first, float lowest_
     return factor;
 }
 
-void attend(const HwModel &m, const HwBatch &b, const KvShape &s, const HwAttention &call, const AttentionTask &task,
-            AttentionBuffers &buffers) {
-    const int64_t queries = task.rows * task.heads, query_stride = s.padded_dim + 16;
-    const int32_t *table = b.block_tables + task.seq * b.table_stride;
-    RowState state[max_rows];
-    float ends[max_rows], lows[max_rows];
-    for (int64_t i = 0; i < queries; i++) {
-        int64_t row = task.row + i / task.heads, head = task.first_head + i % task.heads;
-        const float *q = call.query + row * call.query_stride + head * s.head_dim;
-        for (int64_t d = 0; d < s.head_dim; d++) buffers.query[i * query_stride + d] = q[d] * m.softmax_scale;
-        ends[i] = float(b.positions[row] + 1);
-        lows[i] = call.window ? ends[i] - float(call.window) : 0.0f;
-        state[i] = {-1e30f, zero()};
+struct Scan {
+    const HwModel &m;
+    const HwBatch &b;
+    const KvShape &s;
+    const HwAttention &call;
+    const AttentionTask &task;
+    AttentionBuffers &buffers;
+    const Context context{b, s, task.seq, call.layer, task.kv_head};
+    const int64_t queries = task.rows * task.heads, query_stride = s.padded_dim + 16, dims = s.padded_dim / 16;
+    RowState state[max_rows] = {};
+
+    int64_t place(int64_t i) const {
+        return (task.row + i / task.heads) * call.query_stride + (task.first_head + i % task.heads) * s.head_dim;
     }
-    memset(buffers.sums, 0, size_t(queries * s.padded_dim) * sizeof(float));
-    const int64_t end = int64_t(ends[queries - 1]);  // rows ascend
-    int64_t begin = lows[0] > 0 ? int64_t(lows[0]) / tile_tokens * tile_tokens : 0;
-    for (int64_t t0 = begin; t0 < end; t0 += tile_tokens) {
-        const int64_t tokens = end - t0 < tile_tokens ? end - t0 : tile_tokens, key_panels = (tokens + 15) / 16;
-        const char *keys[tile_tokens / 16];
-        for (int64_t p = 0; p < key_panels; p++) {
-            int64_t position = t0 + p * 16;
-            keys[p] = (const char *)(kv_head(b, s, table[position / s.block_size], call.layer, task.kv_head) +
-                                     position % s.block_size * s.head_dim);
-        }
-        tile_rows<Cached>({buffers.query, query_stride, keys, 1, 0, s.head_dim, s.head_dim, buffers.scores, tile_tokens,
-                        false}, queries, key_panels);
+
+    void run() {
         for (int64_t i = 0; i < queries; i++) {
-            float factor = soften(buffers.scores + i * tile_tokens, key_panels * 16, float(t0), lows[i], ends[i],
-                                  state[i]);
-            float *sums = buffers.sums + i * s.padded_dim;
-            for (int64_t d = 0; d < s.padded_dim; d += 16) store(sums + d, mul(load(sums + d), broadcast(factor)));
+            const float *q = call.query + place(i);
+            const float end = float(b.positions[task.row + i / task.heads] + 1);
+            for (int64_t d = 0; d < s.head_dim; d++) buffers.query[i * query_stride + d] = q[d] * m.softmax_scale;
+            state[i] = {call.window ? end - float(call.window) : 0.0f, end, -1e30f, zero()};
         }
-        // Values: 16 dimensions per panel, stretches of 16 tokens, one stretch after the other.
-        const int64_t dims = s.padded_dim / 16;
-        const char *values[tile_tokens / 16 * (max_head_dim / 16)];
-        for (int64_t p = 0; p < key_panels; p++) {
-            int64_t position = t0 + p * 16;
-            const float *base = kv_head(b, s, table[position / s.block_size], call.layer, task.kv_head) +
-                                s.head_dim * s.block_size + position % s.block_size * 16;
-            for (int64_t d = 0; d < dims; d++) values[p * dims + d] = (const char *)(base + d * s.block_size * 16);
+        memset(buffers.sums, 0, size_t(queries * s.padded_dim) * sizeof(float));
+        const int64_t begin = first_tile(state[0].low), end = int64_t(state[queries - 1].end);  // rows ascend
+        for (int64_t t0 = begin; t0 < end; t0 += tile_tokens) {
+            const int64_t tokens = end - t0 < tile_tokens ? end - t0 : tile_tokens;
+            score(t0, tokens);
+            for (int64_t i = 0; i < queries; i++) {
+                float factor = soften(buffers.scores + i * tile_tokens, (tokens + 15) / 16 * 16, float(t0), state[i]);
+                float *sums = buffers.sums + i * s.padded_dim;
+                for (int64_t d = 0; d < s.padded_dim; d += 16) store(sums + d, mul(load(sums + d), broadcast(factor)));
+            }
+            const bool last = t0 + tile_tokens >= end;
+            accumulate(t0, tokens, last ? task.next : &context, last ? begin : t0 + tile_tokens, end);
         }
-        tile_rows<Cached>({buffers.scores, tile_tokens, values, key_panels, dims, 16, tokens - (key_panels - 1) * 16,
-                        buffers.sums, s.padded_dim, true}, queries, dims);
+        for (int64_t i = 0; i < queries; i++) finish(i);
     }
-    for (int64_t i = 0; i < queries; i++) {
-        int64_t row = task.row + i / task.heads, head = task.first_head + i % task.heads;
-        float *out = call.out + row * call.query_stride + head * s.head_dim;
-        vec total = broadcast(sum(state[i].sum));
+
+    // Keys: one panel per 16 tokens. The values that are needed next are fetched meanwhile.
+    void score(int64_t t0, int64_t tokens) {
+        const char *keys[scan_panels], *values[scan_panels];
+        const int64_t panels = (tokens + 15) / 16;
+        for (int64_t p = 0; p < panels; p++)
+            keys[p] = context.keys(t0 + p * 16), values[p] = context.values(t0 + p * 16);
+        tile_rows<Cached>({buffers.query, query_stride, keys, 1, 0, s.head_dim, s.head_dim, buffers.scores, tile_tokens,
+                           false, 0, values}, queries, panels);
+    }
+
+    // Values: 16 dimensions per panel, stretches of 16 tokens, one stretch after the other. The keys of the next tile,
+    // at `next_position` of `next`, are fetched meanwhile.
+    void accumulate(int64_t t0, int64_t tokens, const Context *next, int64_t next_position, int64_t end) {
+        const char *values[scan_panels * max_head_dim / 16], *fetch[scan_panels * max_head_dim / 16];
+        const int64_t panels = (tokens + 15) / 16;
+        for (int64_t p = 0; p < panels; p++) {
+            const char *base = context.values(t0 + p * 16), *keys = base;
+            if (next && next_position + p * 16 < end) keys = next->keys(next_position + p * 16);
+            for (int64_t d = 0; d < dims; d++) {
+                values[p * dims + d] = base + d * s.block_size * 16 * 4;
+                fetch[p * dims + d] = keys + d * 16 * 16 * 4;
+            }
+        }
+        tile_rows<Cached>({buffers.scores, tile_tokens, values, panels, dims, 16, tokens - (panels - 1) * 16,
+                           buffers.sums, s.padded_dim, true, 0, fetch}, queries, dims);
+    }
+
+    void finish(int64_t i) {
+        float *out = call.out + place(i);
+        const vec total = broadcast(sum(state[i].sum));
         for (int64_t d = 0; d < s.head_dim; d += 16) {
             vec result = div(load(buffers.sums + i * s.padded_dim + d), total);
             if (d + 16 <= s.head_dim) store(out + d, result);
             else store_partial(out + d, result, s.head_dim - d);
         }
     }
-}
+};
 
 }  // namespace

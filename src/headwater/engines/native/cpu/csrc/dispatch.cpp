@@ -206,10 +206,7 @@ void hw_close(void *kernels) {
 }
 
 int64_t hw_scratch_floats(const HwModel *m, int64_t num_tokens, int64_t num_logit_rows) {
-    int64_t query = m->num_heads * m->head_dim, block = num_tokens < hw_row_block ? num_tokens : hw_row_block;
-    int64_t hidden = hw_stride(m->hidden), query_stride = hw_stride(query);
-    int64_t qkv = hw_stride(query + 2 * m->num_kv_heads * m->head_dim), inner = hw_stride(m->intermediate);
-    return (num_tokens + num_logit_rows) * (hidden + query_stride) + block * (hidden + qkv + inner);
+    return HwScratch(*m, num_tokens, num_logit_rows).end;
 }
 
 void hw_forward(void *kernels, const HwModel *model, const HwBatch *batch, float *scratch) {

@@ -79,7 +79,7 @@ template <class W> struct Group {
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t begin = m * t / tiles, rows = m * (t + 1) / tiles - begin;
             tile_rows<S>({x + begin * x_stride + k0, x_stride, source, 1, 0, k, k, b.acc + begin * stride, stride,
-                          k0 > 0, ahead}, rows, panels);
+                          k0 > 0, ahead, source}, rows, panels);
         }
     }
 
@@ -91,7 +91,8 @@ template <class W> struct Group {
             // The next stretch of the same panel, or of the next group's.
             const int64_t ahead = k0 + k == w.k ? group_panels * panel_bytes - skipped : bytes_of<W>(k);
             const char *source[group_panels];
-            for (int64_t p = 0; p < panels; p++) source[p] = (const char *)w.data + (first + p) * panel_bytes + skipped;
+            for (int64_t p = 0; p < panels; p++)
+                source[p] = (const char *)w.data + (first + p) * panel_bytes + skipped;
             if (!widens) {
                 multiply<W>(source, k0, k, ahead);
                 continue;

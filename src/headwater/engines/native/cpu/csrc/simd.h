@@ -129,7 +129,9 @@ HW_INLINE vec sub(vec a, vec b) { HW_EACH(a.v[i] - b.v[i]) }
 HW_INLINE vec mul(vec a, vec b) { HW_EACH(a.v[i] * b.v[i]) }
 HW_INLINE vec div(vec a, vec b) { HW_EACH(a.v[i] / b.v[i]) }
 #if defined(__aarch64__)
-HW_INLINE vec fma(vec a, vec b, vec c) { HW_EACH((f4)vfmaq_f32((float32x4_t)c.v[i], (float32x4_t)a.v[i], (float32x4_t)b.v[i])) }
+HW_INLINE vec fma(vec a, vec b, vec c) {
+    HW_EACH((f4)vfmaq_f32((float32x4_t)c.v[i], (float32x4_t)a.v[i], (float32x4_t)b.v[i]))
+}
 #else
 HW_INLINE vec fma(vec a, vec b, vec c) { HW_EACH(a.v[i] * b.v[i] + c.v[i]) }
 #endif

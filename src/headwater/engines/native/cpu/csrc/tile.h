@@ -69,7 +69,10 @@ struct TileCall {
     float *acc;
     int64_t acc_stride;
     bool accumulate;
-    int64_t ahead = 0;  // what lies this many bytes on is fetched meanwhile
+    int64_t ahead;              // streamed weights: what lies this many bytes on is fetched meanwhile
+    const char *const *fetch;   // cached ones: what is fetched meanwhile, as much and as laid out as `panels`
+
+    void skip(int64_t count) { panels += count, fetch += count, acc += 16 * count; }
 };
 
 template <int R, int P> struct Sums {
@@ -103,16 +106,15 @@ template <class W, int R, int P> __attribute__((noinline)) void tile(const TileC
     Sums<R, P> sums(t);
     const int64_t ahead = t.ahead;
     for (int64_t s = 0; s < t.segments; s++) {
-        const char *w[P];
-        HW_UNROLL for (int p = 0; p < P; p++) w[p] = t.panels[s * t.stride + p];
+        const char *w[P], *next[P];
+        HW_UNROLL for (int p = 0; p < P; p++) w[p] = t.panels[s * t.stride + p], next[p] = t.fetch[s * t.stride + p];
         const int64_t count = s + 1 < t.segments ? t.k : t.last_k;
         int64_t offset = 0;
         vec weight[P];
         for (int64_t pair = 0; pair < count / 2; pair++, offset += W::pair_bytes) {
-            if constexpr (W::streamed)
-                HW_UNROLL for (int p = 0; p < P; p++)
-                    HW_UNROLL for (int64_t line = 0; line < W::pair_bytes; line += 64)
-                        __builtin_prefetch(w[p] + offset + ahead + line);
+            HW_UNROLL for (int p = 0; p < P; p++)
+                HW_UNROLL for (int64_t line = 0; line < W::pair_bytes; line += 64)
+                    __builtin_prefetch(W::streamed ? w[p] + offset + ahead + line : next[p] + offset + line);
             HW_UNROLL for (int p = 0; p < P; p++) weight[p] = W::even(w[p] + offset);
             sums.add(0, weight);
             HW_UNROLL for (int p = 0; p < P; p++) weight[p] = W::odd(w[p] + offset);
@@ -167,11 +169,11 @@ template <class W, int R, int P> HW_INLINE void run_tile(const TileCall &t) {
 template <class W, int R> HW_INLINE void tile_panels(const TileCall &call, int64_t panels) {
     constexpr int wide = panels_for(R);
     TileCall t = call;
-    for (; panels >= wide; panels -= wide, t.panels += wide, t.acc += 16 * wide) run_tile<W, R, wide>(t);
+    for (; panels >= wide; panels -= wide, t.skip(wide)) run_tile<W, R, wide>(t);
     if constexpr (wide > 2)
-        for (; panels >= 2; panels -= 2, t.panels += 2, t.acc += 32) run_tile<W, R, 2>(t);
+        for (; panels >= 2; panels -= 2, t.skip(2)) run_tile<W, R, 2>(t);
     if constexpr (wide > 1)
-        for (; panels >= 1; panels -= 1, t.panels += 1, t.acc += 16) run_tile<W, R, 1>(t);
+        for (; panels >= 1; panels -= 1, t.skip(1)) run_tile<W, R, 1>(t);
 }
 
 // `rows` <= max_rows and any number of panels.
