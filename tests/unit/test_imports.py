@@ -80,6 +80,7 @@ def test_the_frontend_and_all_below_it_need_no_engine() -> None:
         ("headwater.scheduler", ["asyncio", "zmq"]),
         ("headwater.router", ["asyncio", "zmq"]),
         ("headwater.weights", ["zmq"]),
+        ("headwater.transfer", ["asyncio", "zmq", "nixl", "headwater.config", "headwater.runtime", "headwater.kv"]),
     ],
 )
 def test_packages_that_stand_alone(package: str, more: list[str]) -> None:

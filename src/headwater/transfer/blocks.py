@@ -74,18 +74,20 @@ class Blocks(msgspec.Struct, frozen=True, array_like=True):
 
 def pack_runs(indices: Iterable[int]) -> bytes:
     """Indices in the order given, neighbours joined. Raises `TransferRefused` for what is no block index."""
-    if isinstance(indices, range) and indices.step == 1 and len(indices):
-        return _pack([indices.start, len(indices)])
     runs: list[int] = []
-    after = -1
-    for index in indices:
-        if index == after:
-            runs[-1] += 1
-        else:
-            runs.append(index)
-            runs.append(1)
-        after = index + 1
-    return _pack(runs)
+    after: int | None = None
+    try:
+        if isinstance(indices, range) and indices.step == 1 and len(indices):
+            return _pack([indices.start, len(indices)])
+        for index in indices:
+            if index == after:
+                runs[-1] += 1
+            else:
+                runs += (index, 1)
+            after = index + 1
+        return _pack(runs)
+    except (OverflowError, TypeError):
+        raise TransferRefused("block indices are integers from 0 to 4,294,967,295") from None
 
 
 class Chunk:
@@ -175,10 +177,7 @@ def _pairs(runs: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _pack(numbers: list[int]) -> bytes:
-    try:
-        packed = array("I", numbers)
-    except (OverflowError, TypeError):
-        raise TransferRefused("block indices are integers from 0 to 4,294,967,295") from None
+    packed = array("I", numbers)
     if byteorder == "big":
         packed.byteswap()
     return packed.tobytes()

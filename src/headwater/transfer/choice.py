@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import cast
 
 from headwater.errors import ConfigError
@@ -26,6 +25,8 @@ def _make(name: str) -> Backend:
     if name in SHIPPED:
         module, _, kind = SHIPPED[name].partition(":")
         return cast(Backend, getattr(import_module(module), kind)())
+    from importlib.metadata import entry_points  # costs more than all of this package
+
     for found in entry_points(group=GROUP):
         if found.name == name:
             return cast(Backend, found.load()())
