@@ -9,11 +9,13 @@ from headwater.clock import RealClock
 from headwater.config.schema import FrontendConfig
 from headwater.errors import HeadwaterError, ModelNotFound, NoWorkers
 from headwater.frontend.dispatch import TokenSink
+from headwater.frontend.hints import NO_HINTS, RoutingHints
 from headwater.frontend.http.base import Headers, HttpRequest
 from headwater.frontend.openai.serving import ServedModel, build_model, openai_routes
 from headwater.frontend.preprocess.tokenizer import unpack_ids
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.request import EngineRequest, SequenceOutput, TokenLogprobs
+from headwater.router.decisions import DecisionRecord
 from headwater.weights import ResolvedModel
 
 
@@ -29,13 +31,21 @@ class FakeDispatcher:
     def __init__(self) -> None:
         self.sequences: dict[int, Submitted] = {}
         self.requests: list[EngineRequest] = []
+        self.hints: list[RoutingHints] = []
         self.aborted: list[int] = []
         self.refusal: HeadwaterError | None = None
         self.on_submit: Callable[[], None] | None = None
 
-    def submit(self, card: ModelCard, requests: Sequence[EngineRequest], sinks: Sequence[TokenSink]) -> list[int]:
+    def submit(
+        self,
+        card: ModelCard,
+        requests: Sequence[EngineRequest],
+        sinks: Sequence[TokenSink],
+        hints: RoutingHints = NO_HINTS,
+    ) -> list[int]:
         if self.refusal is not None:
             raise self.refusal
+        self.hints.append(hints)
         streams: list[int] = []
         for request, sink in zip(requests, sinks, strict=True):
             request.stream = len(self.requests) + 1
@@ -51,8 +61,12 @@ class FakeDispatcher:
             if self.sequences.pop(stream, None) is not None:
                 self.aborted.append(stream)
 
-    def worker_of(self, stream: int) -> str | None:
-        return f"worker-{stream}" if stream in self.sequences else None
+    def decision_of(self, stream: int) -> DecisionRecord | None:
+        if stream not in self.sequences:
+            return None
+        record = DecisionRecord(self.sequences[stream].request.request_id, "m", 0.0, 5, 1)
+        record.worker_id = f"worker-{stream}"
+        return record
 
     def emit(
         self,

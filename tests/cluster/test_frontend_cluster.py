@@ -89,6 +89,10 @@ class Rig:
         await until(lambda: self.models.ready and len(self.view.eligible("f1")) == len(workers))
         return workers
 
+    def worker_of(self, stream: int) -> str | None:
+        decision = self.dispatcher.decision_of(stream)
+        return decision.worker_id if decision is not None else None
+
     def submit(
         self, *, n: int = 1, prompt: bytes = b"\1\0\0\0" * 20, max_tokens: int = 10
     ) -> tuple[list[int], list[Sink]]:
@@ -163,7 +167,7 @@ def test_a_worker_that_appears_is_connected_its_model_built_and_served(play) -> 
         streams, (sink,) = rig.submit()
         await until(lambda: bool(worker.requests))
         assert worker.requests[0].stream == streams[0]
-        assert rig.dispatcher.worker_of(streams[0]) == "w1"
+        assert rig.worker_of(streams[0]) == "w1"
         worker.step(SequenceOutput(streams[0], [5, 6], num_cached_tokens=16))
         worker.step(SequenceOutput(streams[0], [7], "stop", stop_token_id=2))
         await until(lambda: len(sink.outputs) == 2)
@@ -212,7 +216,7 @@ def test_a_lost_worker_leaves_rotation_at_once_and_its_streams_end_with_an_error
         lost_streams, lost_sinks = rig.submit(n=2)
         kept_streams, (kept,) = rig.submit()
         await until(lambda: len(first.requests) + len(second.requests) == 3)
-        loser, keeper = (first, second) if rig.dispatcher.worker_of(lost_streams[0]) == "w1" else (second, first)
+        loser, keeper = (first, second) if rig.worker_of(lost_streams[0]) == "w1" else (second, first)
         await loser.vanish()
         await until(lambda: all(sink.error is not None for sink in lost_sinks))
         assert all(isinstance(sink.error, WorkerLost) for sink in lost_sinks)
@@ -220,7 +224,7 @@ def test_a_lost_worker_leaves_rotation_at_once_and_its_streams_end_with_an_error
         assert [worker.worker_id for worker in rig.view.eligible("f1")] == [keeper.worker_id]
         for _ in range(5):
             streams, _ = rig.submit()
-            assert rig.dispatcher.worker_of(streams[0]) == keeper.worker_id
+            assert rig.worker_of(streams[0]) == keeper.worker_id
         keeper.finish(kept_streams[0])
         await until(lambda: bool(kept.outputs))
         assert kept.error is None
@@ -250,7 +254,7 @@ def test_a_worker_that_gives_up_its_lease_may_finish_but_gets_nothing_new(play) 
     async def scenario(rig: Rig) -> None:
         first, second = await rig.serving("w1", "w2")
         streams, (sink,) = rig.submit()
-        leaver = first if rig.dispatcher.worker_of(streams[0]) == "w1" else second
+        leaver = first if rig.worker_of(streams[0]) == "w1" else second
         await until(lambda: bool(leaver.requests))
         await leaver.give_up_lease()
         await until(lambda: len(rig.view.eligible("f1")) == 1)
@@ -380,7 +384,7 @@ def test_the_catalogue_decides_between_versions_of_a_model(play) -> None:
         await rig.registry.put_model(CatalogueEntry("m", new))
         await until(lambda: rig.models.get("m").card.fingerprint == "f2")
         streams, _ = rig.submit()
-        assert str(rig.dispatcher.worker_of(streams[0])).startswith("new")
+        assert str(rig.worker_of(streams[0])).startswith("new")
         await last_old.close()
         assert len(rig.models.all()) == 1
 
@@ -407,12 +411,12 @@ def test_a_sequence_that_a_worker_refuses_goes_to_another(play) -> None:
     async def scenario(rig: Rig) -> None:
         workers = {worker.worker_id: worker for worker in await rig.serving("w1", "w2")}
         streams, (sink,) = rig.submit()
-        first = workers[str(rig.dispatcher.worker_of(streams[0]))]
+        first = workers[str(rig.worker_of(streams[0]))]
         await until(lambda: bool(first.requests))
         first.refuse(streams[0], "draining", "this worker is draining")
         await until(lambda: all(worker.requests for worker in workers.values()))
         (second,) = (worker for worker in workers.values() if worker is not first)
-        assert rig.dispatcher.worker_of(streams[0]) == second.worker_id
+        assert rig.worker_of(streams[0]) == second.worker_id
         assert {w.worker_id: w.booked_sequences for w in rig.view.workers} == {first.worker_id: 0, second.worker_id: 1}
         second.finish(streams[0], [7])
         await until(lambda: sink.token_ids == [7])
@@ -440,7 +444,7 @@ def test_an_error_after_the_first_token_is_final(play) -> None:
     async def scenario(rig: Rig) -> None:
         workers = await rig.serving("w1", "w2")
         streams, (sink,) = rig.submit()
-        worker = next(w for w in workers if w.worker_id == rig.dispatcher.worker_of(streams[0]))
+        worker = next(w for w in workers if w.worker_id == rig.worker_of(streams[0]))
         await until(lambda: bool(worker.requests))
         worker.step(SequenceOutput(streams[0], [1]))
         worker.refuse(streams[0], "draining", "this worker is draining")

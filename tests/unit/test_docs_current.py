@@ -18,6 +18,7 @@ from headwater.frontend.openai.schema import (
     StreamOptions,
     TokenizeRequest,
 )
+from headwater.router.view import ClusterView
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")])
@@ -82,7 +83,7 @@ def test_every_metric_is_documented_and_no_other() -> None:
     metrics = FrontendMetrics()
     metrics.model("m").submitted(1, 1, 0.1)
     metrics.answered("/v1/models", 200, True)
-    exposed = MetricsPage(metrics, list, lambda: 0).render().decode()
+    exposed = MetricsPage(metrics, ClusterView(), lambda: 0).render().decode()
     families = {f"{f.name}_total" if f.type == "counter" else f.name for f in text_string_to_metric_families(exposed)}
     ours = {name for name in families if name.startswith("headwater_")}
     named = set(re.findall(r"`(headwater_[a-z0-9_]+)`", text("docs/observe.md")))

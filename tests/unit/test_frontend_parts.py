@@ -25,7 +25,8 @@ from headwater.frontend.artifacts import MAX_ARTIFACT_BYTES, ArtifactCache, veri
 from headwater.frontend.auth import ApiKeys
 from headwater.frontend.http.base import HttpRequest
 from headwater.frontend.http.replies import Reply
-from headwater.frontend.metrics import FrontendMetrics, Histogram
+from headwater.frontend.histogram import Histogram
+from headwater.frontend.metrics import FrontendMetrics
 from headwater.frontend.policies import load_policy
 from headwater.frontend.records import OpenRequests, trace_id
 from headwater.frontend.remote_errors import error_from

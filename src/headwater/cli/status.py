@@ -102,6 +102,7 @@ _COLUMNS: dict[str, Callable[[Document], str]] = {
     "waiting": lambda worker: _load(worker, "num_waiting"),
     "KV used": lambda worker: f"{worker['load']['kv_usage']:.0%}" if worker.get("load") else "-",
     "hit rate": lambda worker: f"{worker['load']['prefix_hit_rate']:.0%}" if worker.get("load") else "-",
+    "cache": lambda worker: {None: "-", True: "tells", False: "guessed"}[worker.get("kv_events")],
     "process": lambda worker: f"{worker['host']}:{worker['pid']}",
 }
 

@@ -25,6 +25,7 @@ VERBS: dict[str, Verb] = {
     "serve": Verb("headwater.cli.serve", "serve a model: starts and supervises all parts", "[MODEL] [flags]"),
     "chat": Verb("headwater.cli.chat", "talk to a server from the terminal"),
     "status": Verb("headwater.cli.status", "show the workers of a running cluster"),
+    "explain": Verb("headwater.cli.explain", "say why a request went to its worker", "REQUEST_ID [flags]"),
     "doctor": Verb("headwater.cli.doctor", "check this machine and say what to do"),
     "models": Verb("headwater.cli.models", "list models that can be served by name"),
     "bench": Verb("headwater.cli.bench", "measure an OpenAI-compatible server", "serve [flags]"),

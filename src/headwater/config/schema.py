@@ -60,6 +60,9 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, msgspec.Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
     api_key: Annotated[tuple[Secret, ...], _doc("Keys that are accepted; none: no key is asked for.")] = ()
     cors: Annotated[tuple[str, ...], _doc("Origins allowed by CORS; `*` for any.")] = ()
+    trust_tenant_header: Annotated[
+        bool, _doc("Believe `x-tenant-id`, for gateways that set it: it names the tenant and separates caches.")
+    ] = False
     strict: Annotated[bool, _doc("Refuse unknown request fields instead of ignoring them.")] = False
     max_body: Annotated[Bytes, _doc("Largest request body.")] = 16 * 1024 * 1024
     max_connections: Annotated[Positive, _doc("Open connections per frontend.")] = 10_000
@@ -85,6 +88,21 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router_index_blocks: Annotated[Positive, _doc("Distinct KV blocks the router remembers; about 130 bytes each.")] = (
         8_000_000
     )
+    router_queue_backlog: Annotated[
+        NonNegative, _doc("Full steps of prefill booked on every worker before requests wait in line; 0: no line.")
+    ] = 3.0
+    router_queue_limit: Annotated[Positive, _doc("Requests in line; more are refused.")] = 1024
+    router_queue_timeout: Annotated[Seconds, _doc("Longest wait in line.")] = 30.0
+    router_class_limit: Annotated[
+        tuple[str, ...], _doc("Requests of a priority class in line: low=N (below 0), normal=N (0), high=N (above 0).")
+    ] = ()
+    router_tenant_weight: Annotated[
+        tuple[str, ...], _doc("Shares of tenants in line, as in key-2=3; 1 for those not named.")
+    ] = ()
+    router_session_affinity: Annotated[
+        Literal["off", "soft", "hard"], _doc("A session's worker: no matter, preferred among equals, or a must.")
+    ] = "soft"
+    router_session_ttl: Annotated[Seconds, _doc("How long a session's worker is remembered.")] = 300.0
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -142,6 +142,7 @@ class AdminPages:
             "kv_blocks": instance.kv_blocks,
             "max_num_seqs": instance.max_num_seqs,
             "load": _load(worker),
+            "kv_events": self._view.residency.sends_events(worker.worker_id),
             "booked": {
                 "sequences": worker.booked_sequences,
                 "prefill_tokens": worker.booked_prefill_tokens,

@@ -60,7 +60,7 @@ class Application:
         record = self._records.begin(request, route.path)
         try:
             if not route.open:
-                self._keys.check(request)
+                record.tenant = self._keys.check(request)
             if route.generates:
                 self._admit(record)
         except HeadwaterError as error:

@@ -16,10 +16,10 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
-    def check(self, request: HttpRequest) -> None:
-        """Raises `Unauthorized`."""
+    def check(self, request: HttpRequest) -> str:
+        """The name of the key, `key-1` for the first one; empty when none is asked for. Raises `Unauthorized`."""
         if not self._digests:
-            return
+            return ""
         scheme, _, given = request.headers.get(b"authorization", b"").partition(b" ")
         if not given or scheme.lower() != b"bearer":
             raise Unauthorized("no API key was given; send it as `Authorization: Bearer KEY`")
@@ -27,6 +27,7 @@ class ApiKeys:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(matches):
             raise Unauthorized("the API key is not one of those that are accepted")
+        return f"key-{matches.index(True) + 1}"
 
 
 def _digest(key: bytes) -> bytes:

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headwater.errors import HeadwaterError
+from headwater.frontend.hints import NO_HINTS, RoutingHints
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.request import EngineRequest, SequenceOutput
+from headwater.router.decisions import DecisionRecord
 
 
 class TokenSink(Protocol):
@@ -23,10 +25,17 @@ class TokenSink(Protocol):
 class Dispatcher(Protocol):
     """Sends sequences to workers."""
 
-    def submit(self, card: ModelCard, requests: Sequence[EngineRequest], sinks: Sequence[TokenSink]) -> list[int]:
-        """Route and send sequences of one HTTP request together (they share a prompt, so they share a worker).
+    def submit(
+        self,
+        card: ModelCard,
+        requests: Sequence[EngineRequest],
+        sinks: Sequence[TokenSink],
+        hints: RoutingHints = NO_HINTS,
+    ) -> list[int]:
+        """Route sequences of one HTTP request together (they share a prompt, so they share a worker).
 
-        Fills in `stream` and returns the streams. Raises `NoWorkers`, `Overloaded`, `Draining`.
+        They may wait for a worker. Fills in `stream` and returns the streams. Raises `Unavailable` and
+        `InvalidRequest`.
         """
         ...
 
@@ -34,6 +43,6 @@ class Dispatcher(Protocol):
         """Stop; unknown streams are ignored and the sinks hear nothing more."""
         ...
 
-    def worker_of(self, stream: int) -> str | None:
-        """The worker that serves a stream, while it is open; None when unknown."""
+    def decision_of(self, stream: int) -> DecisionRecord | None:
+        """Where an open stream went and why: a record that is filled in until all is known. None when unknown."""
         ...

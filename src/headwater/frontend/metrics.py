@@ -5,7 +5,6 @@ whole duration, time before a worker was given the request. Per route and status
 load report says, and what this frontend has booked on it.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -13,7 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from headwater.router.view import WorkerView
+from headwater.frontend.histogram import Histogram
+from headwater.frontend.router_metrics import RouterCollector, RouterMetrics
+from headwater.router.view import ClusterView, WorkerView
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -24,30 +25,6 @@ _QUEUE_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 _MAX_MODELS = 256
 """Models with numbers of their own; cards come from workers, so their number is not ours to trust."""
 _MAX_ANSWER_KINDS = 2048
-
-
-class Histogram:
-    """Counts per bucket."""
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.sum += value * count
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """Buckets as Prometheus wants them."""
-        total = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
-            total += count
-            buckets.append((bound, float(total)))
-        return buckets
 
 
 class ModelMetrics:
@@ -88,6 +65,7 @@ class FrontendMetrics:
     """All numbers of one frontend."""
 
     def __init__(self) -> None:
+        self.router = RouterMetrics()
         self.models: dict[str, ModelMetrics] = {}
         self.answers: dict[tuple[str, int], int] = {}
         self.disconnects = 0
@@ -110,12 +88,11 @@ class FrontendMetrics:
 class MetricsPage:
     """Makes the text of `/metrics`."""
 
-    def __init__(
-        self, metrics: FrontendMetrics, workers: Callable[[], Iterable[WorkerView]], connections: Callable[[], int]
-    ) -> None:
+    def __init__(self, metrics: FrontendMetrics, view: ClusterView, connections: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_FrontendCollector(metrics, connections))
-        self._registry.register(_WorkerCollector(workers))
+        self._registry.register(_WorkerCollector(view))
+        self._registry.register(RouterCollector(metrics.router, view))
         ProcessCollector(registry=self._registry)
 
     def render(self) -> bytes:
@@ -179,11 +156,11 @@ _ATTRIBUTES = {
 class _WorkerCollector(Collector):
     """Gauges and counters per worker, from its last report."""
 
-    def __init__(self, workers: Callable[[], Iterable[WorkerView]]) -> None:
-        self._workers = workers
+    def __init__(self, view: ClusterView) -> None:
+        self._view = view
 
     def collect(self) -> Iterator[Metric]:
-        workers = list(self._workers())
+        workers = self._view.workers
         up = GaugeMetricFamily("headwater_worker_up", "Whether the worker may get requests.", labels=["worker_id"])
         booked = GaugeMetricFamily("headwater_worker_booked_tokens", "Booked by this frontend.", labels=["worker_id"])
         for worker in workers:

@@ -28,18 +28,16 @@ from headwater.frontend.app import Application
 from headwater.frontend.artifacts import ArtifactCache
 from headwater.frontend.auth import ApiKeys
 from headwater.frontend.cluster import Cluster
+from headwater.frontend.decision_pages import DecisionPages
 from headwater.frontend.dispatcher import ClusterDispatcher
 from headwater.frontend.http.limits import HttpLimits
 from headwater.frontend.http.server import HttpServer
 from headwater.frontend.metrics import FrontendMetrics, MetricsPage
 from headwater.frontend.models import ModelSet
 from headwater.frontend.openai.serving import ServedModel, build_model, openai_routes
-from headwater.frontend.policies import load_policy
 from headwater.frontend.records import OpenRequests
 from headwater.frontend.routes import Route
-from headwater.router.policy import PolicySettings
-from headwater.router.router import Router
-from headwater.router.view import ClusterView
+from headwater.frontend.routing import build_router, queue_limits
 from headwater.runtime.endpoints import parse_bind
 from headwater.runtime.planes import Planes, ZmqPlanes
 from headwater.runtime.registry.base import Registry
@@ -80,11 +78,16 @@ class Frontend:
         self._clock = RealClock()
         self._started = self._clock.now()
         self._subscriber = planes.subscriber()
-        self.view = ClusterView(max_index_blocks=config.router.router_index_blocks)
-        settings = PolicySettings(config.router.router_decode_share)
-        router = Router(self.view, load_policy(config.router.router_policy, settings))
-        max_streams = limit * _SEQUENCES_PER_REQUEST
-        self.dispatcher = ClusterDispatcher(router, records, metrics, self._clock, max_streams=max_streams)
+        router = build_router(config.router)
+        self.view = router.view
+        self.dispatcher = ClusterDispatcher(
+            router,
+            records,
+            metrics,
+            self._clock,
+            limits=queue_limits(config.router),
+            max_streams=limit * _SEQUENCES_PER_REQUEST,
+        )
         build = partial(build_model, tokenizer_backend=config.frontend.tokenizer_backend)
         self.models: ModelSet[ServedModel] = ModelSet(self.view, build, ArtifactCache(cache_folder), on_built)
         self.cluster = Cluster(
@@ -114,8 +117,9 @@ class Frontend:
             num_connections=lambda: self.server.num_connections,
             uptime_s=lambda: self._clock.now() - self._started,
         )
-        page = MetricsPage(metrics, lambda: self.view.workers, lambda: self.server.num_connections)
-        return AdminPages(state, self.cluster, self.models, self.view, page).routes()
+        page = MetricsPage(metrics, self.view, lambda: self.server.num_connections)
+        decisions = DecisionPages(self.dispatcher.decisions, frontend_id)
+        return [*AdminPages(state, self.cluster, self.models, self.view, page).routes(), *decisions.routes()]
 
     def _api_routes(self) -> list[Route]:
         offered = openai_routes(self.models, self.dispatcher, self._config.frontend, self._clock)

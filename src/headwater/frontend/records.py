@@ -21,6 +21,8 @@ class RequestRecord:
     """Monotonic seconds, as are all times here."""
     trace_id: str = ""
     generates: bool = False
+    tenant: str = ""
+    """Whose API key it came with."""
     model: str = ""
     worker_id: str = ""
     prompt_tokens: int = 0

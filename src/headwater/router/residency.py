@@ -40,6 +40,12 @@ class Residency:
             return "events"
         return "approximate" if self.learned.num_blocks(worker_id) else "none"
 
+    def sends_events(self, worker_id: str) -> bool | None:
+        """None: it has not been given enough to know."""
+        if worker_id in self._tellers:
+            return True
+        return False if self.learned.is_silent(worker_id) else None
+
     def computed(self, worker_id: str, keys: Sequence[int], capacity: int, now: float) -> None:
         """A prompt was computed by a worker, which is all that is known of one that sends no events."""
         if worker_id not in self._tellers:

@@ -23,6 +23,7 @@ from headwater.frontend.openai.sinks import ChoiceSink, DirectSink
 from headwater.frontend.postprocess.detokenize import ByteDetokenizer
 from headwater.frontend.postprocess.sequence import Delta, SequenceText
 from headwater.frontend.preprocess.tokenizer import unpack_ids
+from headwater.router.decisions import DecisionRecord
 
 KEEPALIVE_S = 5.0
 """Silence after which a stream says that it is alive (and commits to status 200)."""
@@ -65,7 +66,8 @@ class Answer(ABC):
         self._open = generation.num_choices
         self._ended = False
         self._timeout: asyncio.TimerHandle | None = None
-        self._worker: str | None = None
+        self._decisions: list[DecisionRecord] = []
+        """One per prompt, if the answer is to tell of them."""
 
     def begin(self) -> None:
         """Send the sequences to workers. Failures become the answer."""
@@ -77,12 +79,13 @@ class Answer(ABC):
             for number in range(len(generation.prompts)):
                 requests = generation.engine_requests(number, arrival, deadline)
                 sinks = self._sinks[number * per_prompt : (number + 1) * per_prompt]
-                self._streams += self._dispatcher.submit(generation.model.card, requests, sinks)
+                submitted = self._dispatcher.submit(generation.model.card, requests, sinks, generation.hints)
+                self._streams += submitted
+                if generation.nvext.extra_fields:
+                    self._note_decision(submitted[0])
         except HeadwaterError as error:
             self.fail(error)
             return
-        if generation.nvext.extra_fields:
-            self._worker = self._dispatcher.worker_of(self._streams[0])
         self._responder.on_disconnect(self._abandon)
         if self._timeout_s and not self._ended:
             self._timeout = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out)
@@ -148,12 +151,20 @@ class Answer(ABC):
             return None
         extension: Extension = {}
         if "worker_id" in asked:
-            extension["worker_id"] = {"prefill_worker_id": self._worker, "decode_worker_id": self._worker}
+            worker_id = self._decisions[0].worker_id if self._decisions else None
+            extension["worker_id"] = {"prefill_worker_id": worker_id, "decode_worker_id": worker_id}
+        if "plan" in asked and last:
+            extension["plan"] = [decision.describe() for decision in self._decisions]
         if "warnings" in asked and last:
             extension["warnings"] = self._generation.warnings
         if "timing" in asked and last:
             extension["timing"] = self._timing()
         return extension or None
+
+    def _note_decision(self, stream: int) -> None:
+        decision = self._dispatcher.decision_of(stream)
+        if decision is not None:
+            self._decisions.append(decision)
 
     def _timing(self) -> dict[str, float]:
         total_s = self._clock.now() - self._since

@@ -13,9 +13,7 @@ from headwater.frontend.openai.model import ModelLookup, ServedModel
 from headwater.frontend.openai.parse import Plain, Shape, parse_body, short_json
 from headwater.frontend.openai.preparation import Asker, stream_options
 from headwater.frontend.openai.sampling import (
-    cache_salt,
     sampling_params,
-    scheduling_priority,
     stop_strings,
     structured_spec,
     text_options,
@@ -43,7 +41,7 @@ def prepare_chat(body: bytes, models: ModelLookup, asker: Asker, *, strict: bool
     tools = tool_use(fields, model, structured_spec(fields))
     text = prompt_text(fields.messages, fields, parsed.plain, model, tools_shown=tools.shown)
     ids = model.limits.encode(model.tokenizer, text, "messages", add_special_tokens=fields.add_special_tokens)
-    prompt = model.limits.prompt(ids, model.namespace(cache_salt(fields)), text)
+    prompt = model.limits.prompt(ids, model.namespace(asker.salt(fields)), text)
     asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     max_tokens = model.limits.fit_max_tokens(prompt.num_tokens, asked, None, "messages")
     stops = stop_strings(fields)
@@ -72,7 +70,8 @@ def prepare_chat(body: bytes, models: ModelLookup, asker: Asker, *, strict: bool
         stream=bool(fields.stream),
         stream_options=options,
         nvext=nvext,
-        priority=scheduling_priority(fields),
+        priority=asker.priority(fields),
+        hints=asker.hints(fields),
         formatted_prompt=text,
         warnings=tuple(parsed.warnings),
     )

@@ -9,9 +9,7 @@ from headwater.frontend.openai.model import ModelLookup, ServedModel
 from headwater.frontend.openai.parse import Shape, parse_body
 from headwater.frontend.openai.preparation import Asker, stream_options
 from headwater.frontend.openai.sampling import (
-    cache_salt,
     sampling_params,
-    scheduling_priority,
     stop_strings,
     structured_spec,
     text_options,
@@ -35,7 +33,7 @@ def prepare_completion(body: bytes, models: ModelLookup, asker: Asker, *, strict
     structured = structured_spec(fields)
     logprobs = _logprob_writer(fields, model)
     choices = fields.n or 1
-    prompts = _prompts(fields, model)
+    prompts = _prompts(fields, model, model.namespace(asker.salt(fields)))
     if len(prompts) * choices > MAX_PROMPTS:
         raise InvalidRequest(
             f"{len(prompts):,} prompts with n = {choices} are {len(prompts) * choices:,} sequences, "
@@ -74,15 +72,15 @@ def prepare_completion(body: bytes, models: ModelLookup, asker: Asker, *, strict
         stream=bool(fields.stream),
         stream_options=options,
         nvext=nvext,
-        priority=scheduling_priority(fields),
+        priority=asker.priority(fields),
+        hints=asker.hints(fields),
         formatted_prompt=prompts[0].text,
         warnings=tuple(parsed.warnings),
     )
 
 
-def _prompts(fields: CompletionRequest, model: ServedModel) -> list[Prompt]:
+def _prompts(fields: CompletionRequest, model: ServedModel, namespace: bytes) -> list[Prompt]:
     given = fields.prompt
-    namespace = model.namespace(cache_salt(fields))
     if isinstance(given, str):
         return [_from_text(given, fields, model, namespace, "prompt")]
     if not given:

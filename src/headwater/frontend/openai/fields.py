@@ -29,14 +29,12 @@ IGNORED = frozenset(
         "kv_transfer_params",
         "metadata",
         "prediction",
-        "prompt_cache_key",
         "prompt_cache_retention",
         "request_id",
         "safety_identifier",
         "service_tier",
         "spaces_between_special_tokens",
         "store",
-        "user",
         "verbosity",
     )
 )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from headwater.frontend.hints import NO_HINTS, RoutingHints
 from headwater.frontend.openai.answers import Usage
 from headwater.frontend.openai.model import ServedModel
 from headwater.frontend.openai.sampling import with_choice_seed
@@ -57,6 +58,7 @@ class Generation:
     stream_options: StreamOptions
     nvext: NvExt
     priority: int = 0
+    hints: RoutingHints = NO_HINTS
     formatted_prompt: str | None = None
     warnings: tuple[str, ...] = ()
     """Notes about fields that were ignored."""

@@ -1,11 +1,15 @@
 """The part of understanding a request that chat and plain completions share."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from headwater.clock import Clock
 from headwater.errors import InvalidRequest
+from headwater.frontend.hints import RoutingHints
 from headwater.frontend.openai.chat_format import Head
+from headwater.frontend.openai.hints import header_priority, routing_hints
 from headwater.frontend.openai.model import ServedModel
+from headwater.frontend.openai.sampling import cache_salt, scheduling_priority
 from headwater.frontend.openai.schema import GenerationFields, StreamOptions
 
 
@@ -23,10 +27,26 @@ _NO_OPTIONS = StreamOptions()
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Who asks and when: what an answer repeats."""
+    """Who asks and when: what an answer repeats, and what the head of the request adds to its body."""
 
     request_id: str
     clock: Clock
+    headers: Mapping[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+    tenant: str = ""
+    """As a trusted gateway says."""
+
+    def salt(self, fields: GenerationFields) -> str:
+        """Requests share cached prefixes only with the same one."""
+        return self.tenant or cache_salt(fields)
+
+    def priority(self, fields: GenerationFields) -> int:
+        """Higher is served first. Raises `InvalidRequest`."""
+        given = header_priority(self.headers)
+        return scheduling_priority(fields) if given is None else given
+
+    def hints(self, fields: GenerationFields) -> RoutingHints:
+        """Raises `InvalidRequest`."""
+        return routing_hints(fields, self.headers, self.tenant, cache_salt(fields))
 
     def head(self, stem: str, asked_model: str, model: ServedModel) -> Head:
         """The model is called as the client called it."""

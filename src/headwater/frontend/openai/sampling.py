@@ -79,6 +79,8 @@ def stop_strings(fields: GenerationFields) -> list[str]:
 def scheduling_priority(fields: GenerationFields) -> int:
     """Higher is served first. vLLM's field counts the other way round; `nvext` wins."""
     hints = fields.nvext.agent_hints if fields.nvext is not None else None
+    if hints is not None and hints.strict_priority is not None:
+        return hints.strict_priority
     if hints is not None and hints.priority is not None:
         return hints.priority
     return -fields.priority if fields.priority else 0

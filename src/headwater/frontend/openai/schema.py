@@ -36,6 +36,7 @@ StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS
 StopList = Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
 StopTokenIds = Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)]
 LogprobCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+WorkerName = int | Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
@@ -74,6 +75,9 @@ class AgentHints(msgspec.Struct):
     osl: Annotated[int, msgspec.Meta(ge=0)] | None = None
     latency_sensitivity: float | None = None
     speculative_prefill: bool | None = None
+    prefix_id: str | None = None
+    iat: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """Milliseconds until the next turn."""
 
 
 class NvExt(msgspec.Struct):
@@ -84,6 +88,8 @@ class NvExt(msgspec.Struct):
     greed_sampling: bool | None = None
     annotations: list[str] = []
     extra_fields: list[str] = []
+    backend_instance_id: WorkerName | None = None
+    decode_worker_id: WorkerName | None = None
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
@@ -119,6 +125,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[Priority, _about("As in vLLM: lower is served earlier.")] | None = None
     cache_salt: Annotated[Salt, _about("Requests share cached prefixes only with the same salt.")] | None = None
+    prompt_cache_key: Annotated[str | None, _about("A session: its requests go to the same worker.")] = None
+    user: Annotated[str | None, _about("The same, where no better name is given.")] = None
     nvext: NvExt | None = None
 
 

@@ -23,6 +23,7 @@ from headwater.frontend.openai.answers import ModelAnswer, ModelList
 from headwater.frontend.openai.chat import prepare_chat
 from headwater.frontend.openai.completions import prepare_completion
 from headwater.frontend.openai.generation import Generation
+from headwater.frontend.openai.hints import trusted_tenant
 from headwater.frontend.openai.model import ModelLookup, ServedModel, build_model
 from headwater.frontend.openai.openapi import docs_page, openapi_document
 from headwater.frontend.openai.preparation import Asker
@@ -107,6 +108,7 @@ class _Api:
         self._models = models
         self._around = Surroundings(dispatcher, clock, config.request_timeout)
         self._strict = config.strict
+        self._trusting = config.trust_tenant_header
         self._clock = clock
         self._threads = Threads()
 
@@ -115,7 +117,8 @@ class _Api:
 
         def handle(request: HttpRequest, responder: Responder) -> Awaitable[None] | None:
             since = self._clock.now()
-            asker = Asker(request.request_id, self._clock)
+            headers = request.headers
+            asker = Asker(request.request_id, self._clock, headers, trusted_tenant(headers) if self._trusting else "")
             if len(request.body) > INLINE_BODY_BYTES:
                 return in_thread(request, responder, asker, since)
             try:

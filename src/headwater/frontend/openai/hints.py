@@ -1,0 +1,102 @@
+"""Routing hints of a request: headers first, then `nvext`, then fields of the body.
+
+| hint | from |
+|---|---|
+| session | `x-session-id`, `x-dynamo-session-id`, `x-claude-code-session-id`; `prompt_cache_key`; `user` |
+| worker | `x-worker-instance-id`, `x-dynamo-worker-instance-id`; `decode_worker_id`, `backend_instance_id` in `nvext` |
+| priority | `x-request-priority`, `x-dynamo-request-priority`; see `sampling.scheduling_priority` |
+| tenant | `x-tenant-id` where it is trusted |
+| rest | `nvext.agent_hints`: `osl`, `latency_sensitivity`, `prefix_id`, `iat` |
+"""
+
+from collections.abc import Mapping
+from hashlib import blake2b
+
+from headwater.errors import InvalidRequest
+from headwater.frontend.hints import RoutingHints
+from headwater.frontend.openai.parse import short_json
+from headwater.frontend.openai.schema import AgentHints, GenerationFields, NvExt
+
+_SESSION_HEADERS = (b"x-session-id", b"x-dynamo-session-id", b"x-claude-code-session-id")
+_WORKER_HEADERS = (b"x-worker-instance-id", b"x-dynamo-worker-instance-id")
+_PRIORITY_HEADERS = (b"x-request-priority", b"x-dynamo-request-priority")
+TENANT_HEADER = b"x-tenant-id"
+_MAX_NAME_CHARS = 256
+_MOST_SENSITIVE = 10.0
+_MAX_PRIORITY = 2**31 - 1
+
+Headers = Mapping[bytes, bytes]
+
+_NO_NVEXT = NvExt()
+_NO_HINTS = AgentHints()
+
+
+def routing_hints(fields: GenerationFields, headers: Headers, tenant: str, salt: str) -> RoutingHints:
+    """Raises `InvalidRequest`."""
+    nvext = fields.nvext or _NO_NVEXT
+    hints = nvext.agent_hints or _NO_HINTS
+    return RoutingHints(
+        tenant=tenant,
+        salt_tenant=_salt_tenant(salt) if salt and not tenant else "",
+        session_id=_header(headers, _SESSION_HEADERS) or _short(fields.prompt_cache_key or fields.user),
+        session_keep_s=2e-3 * hints.iat if hints.iat is not None else 0.0,
+        expected_output_tokens=float(hints.osl or 0),
+        latency_sensitivity=_sensitivity(hints.latency_sensitivity),
+        prefix_group=_short(hints.prefix_id),
+        worker_id=_worker(nvext, headers),
+    )
+
+
+def header_priority(headers: Headers) -> int | None:
+    """Higher is served first. Raises `InvalidRequest`."""
+    given = _header(headers, _PRIORITY_HEADERS)
+    if given is None:
+        return None
+    sign = given[:1] == "-"
+    digits = given[sign:]
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 10 and int(digits) <= _MAX_PRIORITY):
+        raise InvalidRequest(
+            f"x-request-priority is {short_json(given)}, expected an integer of 32 bits", param="x-request-priority"
+        )
+    return -int(digits) if sign else int(digits)
+
+
+def trusted_tenant(headers: Headers) -> str:
+    """What a trusted gateway calls the tenant; empty when it says nothing."""
+    return _header(headers, (TENANT_HEADER,)) or ""
+
+
+def _worker(nvext: NvExt, headers: Headers) -> str | None:
+    given = _header(headers, _WORKER_HEADERS)
+    if given is not None:
+        return given
+    named = {str(name) for name in (nvext.decode_worker_id, nvext.backend_instance_id) if name is not None}
+    if len(named) > 1:
+        raise InvalidRequest(
+            f"nvext names two workers to decode, {' and '.join(sorted(named))}", param="nvext.decode_worker_id"
+        )
+    return next(iter(named), None)
+
+
+def _sensitivity(given: float | None) -> float:
+    return 1.0 if given is None else min(_MOST_SENSITIVE, max(1.0, given))
+
+
+def _header(headers: Headers, names: tuple[bytes, ...]) -> str | None:
+    for name in names:
+        value = headers.get(name)
+        if value:
+            return _short(value.decode("utf-8", "replace").strip())
+    return None
+
+
+def _short(name: str | None) -> str | None:
+    """Names are the client's to choose; long ones are kept by their hash."""
+    if not name:
+        return None
+    return name if len(name) <= _MAX_NAME_CHARS else blake2b(name.encode(), digest_size=16).hexdigest()
+
+
+def _salt_tenant(salt: str) -> str:
+    """Not the salt itself, which guards what is cached under it."""
+    return f"salt-{blake2b(salt.encode(), digest_size=4).hexdigest()}"
