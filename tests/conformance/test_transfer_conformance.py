@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from headwater.transfer.agent import Agent
+from headwater.transfer.backends.nixl import NixlBackend
+from headwater.transfer.base import Backend
 from headwater.transfer.card import Access
 from headwater.transfer.conformance import BLOCK, TransferConformance
 from headwater.transfer.regions import Region
@@ -26,6 +28,14 @@ class TestTcpTransfer(TransferConformance):
 
     def remote_region(self, agent: Agent, num_bytes: int, access: Access = "both") -> Region:
         return agent.register(bytearray(num_bytes), block_bytes=BLOCK, access=access)
+
+
+@pytest.mark.skipif(bool(NixlBackend().unavailable()), reason="NIXL is not installed")
+class TestNixlTransfer(TransferConformance):
+    backend = "nixl"
+
+    def backends(self) -> list[Backend]:
+        return [NixlBackend(needs_rdma=False)]
 
 
 class TestFileTransfer(TransferConformance):

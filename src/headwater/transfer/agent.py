@@ -9,6 +9,7 @@ Which memory of a peer is meant is said by a `Blocks` descriptor that the peer m
 `TransferError`; both sides learn of a failure within `peer_timeout_s` and a second.
 """
 
+import contextlib
 import os
 import secrets
 import threading
@@ -69,6 +70,8 @@ class Agent:
         self._reactor = Reactor(name, self.clock)
         self._inbox = Inbox(self._reactor, self.options.max_notices)
         self._movers = ThreadPoolExecutor(self.options.movers, thread_name_prefix=f"mover-{name}")
+        # Apart from the movers, which wait for peers: two agents that wait for each other must still answer.
+        self._servants = ThreadPoolExecutor(2, thread_name_prefix=f"servant-{name}")
         self._posted = threading.BoundedSemaphore(self.options.max_posted)
         me = Identity(name, self.generation, self.options.key or self._token, self.card)
         self._reception = Reception(self, me, self._reactor)
@@ -108,6 +111,8 @@ class Agent:
                 raise TransferTimeout(f"region {region.card.id} is still being moved after {timeout_s:g} s")
         finally:
             if free.is_set():
+                for backend in self._backends:
+                    backend.forget(region)
                 region.buffer.release()
 
     # Peers
@@ -198,6 +203,7 @@ class Agent:
         self.peers.close()
         self._inbox.close()
         self._movers.shutdown()
+        self._servants.shutdown()
         self._reactor.close()
         for backend in self._backends:
             backend.close()
@@ -228,7 +234,11 @@ class Agent:
         return True
 
     def in_background(self, work: Callable[[], None]) -> None:
-        self._movers.submit(work)
+        with contextlib.suppress(RuntimeError):  # closing: nobody waits for an answer any more
+            self._servants.submit(work)
+
+    def soon(self, work: Callable[[], None]) -> None:
+        self._reactor.call(work)
 
     def observe(self, peer: str, moved: Moved) -> None:
         with self._perf_lock:

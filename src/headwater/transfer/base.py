@@ -95,7 +95,10 @@ class Backend(Protocol):
     def connect(self, session: PeerSession, stop: Stop) -> Link: ...
 
     def grant(self, region: Region, offer: bytes) -> Grant:
-        """On the owner's side, in the reactor: what a peer with this back-end needs. Raises `TransferRefused`."""
+        """On the owner's side: what a peer with this back-end needs. Raises `TransferError`."""
+
+    def forget(self, region: Region) -> None:
+        """A region of this process was unregistered; nobody uses it any more."""
 
     def close(self) -> None: ...
 

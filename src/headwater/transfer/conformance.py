@@ -85,6 +85,9 @@ class GatedBackend:
     def grant(self, region: Region, offer: bytes) -> Grant:
         return self._inner.grant(region, offer)
 
+    def forget(self, region: Region) -> None:
+        self._inner.forget(region)
+
     def close(self) -> None:
         self._inner.close()
 
@@ -129,6 +132,9 @@ class TransferConformance:
     def options(self) -> AgentOptions:
         return AgentOptions(key=KEY, backends=(self.backend,), heartbeat_s=0.2, peer_timeout_s=2.0)
 
+    def backends(self) -> list[Backend]:
+        return make_backends([self.backend])
+
     def remote_region(self, agent: Agent, num_bytes: int, access: Access = "both") -> Region:
         return agent.allocate(num_bytes, block_bytes=BLOCK, access=access)
 
@@ -141,7 +147,7 @@ class TransferConformance:
     @contextmanager
     def pair(self, num_blocks: int = 64, lookup: Callable[[str], bytes | None] | None = None) -> Iterator[Pair]:
         gate = Gate()
-        gated = [GatedBackend(backend, gate) for backend in make_backends([self.backend])]
+        gated = [GatedBackend(backend, gate) for backend in self.backends()]
         with Agent("here", self.options(), backends=gated, lookup=lookup) as here, self.agent("there") as there:
             local = here.allocate(num_blocks * BLOCK, block_bytes=BLOCK)
             remote = self.remote_region(there, num_blocks * BLOCK)
@@ -150,7 +156,7 @@ class TransferConformance:
             gate.open.set()
 
     def agent(self, name: str) -> Agent:
-        return Agent(name, self.options())
+        return Agent(name, self.options(), backends=self.backends())
 
     # Bytes
 

@@ -18,7 +18,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 class Buffer:
     """`num_bytes` bytes at `address`; `view` gives them to Python (None for memory the CPU cannot touch)."""
 
-    __slots__ = ("_owner", "address", "fd", "num_bytes", "readonly", "view")
+    __slots__ = ("_owner", "address", "device", "fd", "num_bytes", "readonly", "view")
 
     def __init__(self, owner: object, view: memoryview | None, address: int, num_bytes: int) -> None:
         self._owner: object = owner
@@ -26,6 +26,8 @@ class Buffer:
         self.address = address
         self.num_bytes = num_bytes
         self.readonly = view is not None and view.readonly
+        self.device = 0
+        """Number of the device whose memory it is."""
         self.fd = -1
         """A sealed memory file that holds the same bytes from offset 0, or a plain file; -1 if none."""
 
@@ -109,7 +111,9 @@ def _tensor_buffer(tensor: Any) -> Buffer:
         raise TransferRefused("an empty tensor has nothing to register")
     address = tensor.data_ptr()
     if tensor.device.type != "cpu":
-        return Buffer(tensor, None, address, num_bytes)
+        made = Buffer(tensor, None, address, num_bytes)
+        made.device = tensor.get_device()
+        return made
     view = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
     return Buffer(tensor, view, address, num_bytes)
 

@@ -64,7 +64,8 @@ class Session:
             if known is not None and not known.hold.revoked:
                 return known
             remote = self.outbound.attach(region, backend.name, b"", stop)
-            link.attach(remote)
+            with remote.hold:
+                link.attach(remote)
             self._remotes[backend.name, region] = remote
             return remote
 

@@ -40,9 +40,9 @@ from headwater.transfer.wire import (
     refusal,
 )
 
-_Reply = Attached | Inspected | SumsOf
+_Reply = RemoteRegion | Inspected | SumsOf
 _LOOK_S = 0.2
-_MAX_CHECKS = 64
+_MAX_BUSY = 64
 
 
 class Outbound:
@@ -54,7 +54,7 @@ class Outbound:
         self._on_lost = on_lost
         self._requests = itertools.count(1)
         self._lock = threading.Lock()
-        self._pending: dict[int, Future[tuple[_Reply, int]]] = {}
+        self._pending: dict[int, Future[_Reply]] = {}
         self._stops: set[Stop] = set()
         self._remotes: list[RemoteRegion] = []
         self._error: TransferError | None = None
@@ -74,26 +74,21 @@ class Outbound:
 
     def attach(self, region: int, backend: str, offer: bytes, stop: Stop) -> RemoteRegion:
         """Ask the owner for a region."""
-        reply, fd = self._ask(lambda request: Attach(request, region, backend, offer), stop)
-        if not isinstance(reply, Attached):
+        reply = self._ask(lambda request: Attach(request, region, backend, offer), stop)
+        if not isinstance(reply, RemoteRegion) or reply.card.id != region:
             raise TransferError("the peer answered something else than was asked")
-        hold = Hold(f"region {region} of {self.peer.name}")
-        remote = RemoteRegion(reply.card, hold, reply.address, fd, reply.offer)
-        with self._lock:
-            self._remotes = [known for known in self._remotes if not known.hold.revoked]
-            self._remotes.append(remote)
-        return remote
+        return reply
 
     def inspect(self, region: int, stop: Stop) -> RegionCard:
         """What the owner says of a region."""
-        reply, _ = self._ask(lambda request: Inspect(request, region), stop)
+        reply = self._ask(lambda request: Inspect(request, region), stop)
         if not isinstance(reply, Inspected):
             raise TransferError("the peer answered something else than was asked")
         return reply.card
 
     def sums(self, blocks: Blocks, stop: Stop) -> bytes:
         """Checksums of the owner's blocks, as it sees them."""
-        reply, _ = self._ask(lambda request: Sums(request, blocks), stop)
+        reply = self._ask(lambda request: Sums(request, blocks), stop)
         if not isinstance(reply, SumsOf):
             raise TransferError("the peer answered something else than was asked")
         return reply.sums
@@ -108,8 +103,8 @@ class Outbound:
     def lost(self) -> TransferError | None:
         return self._error
 
-    def _ask(self, make: Callable[[int], Control], stop: Stop) -> tuple[_Reply, int]:
-        future: Future[tuple[_Reply, int]] = Future()
+    def _ask(self, make: Callable[[int], Control], stop: Stop) -> _Reply:
+        future: Future[_Reply] = Future()
         with self._lock:
             request = next(self._requests)
             self._pending[request] = future
@@ -120,7 +115,7 @@ class Outbound:
             with self._lock:
                 self._pending.pop(request, None)
 
-    def _await(self, future: Future[tuple[_Reply, int]], stop: Stop) -> tuple[_Reply, int]:
+    def _await(self, future: Future[_Reply], stop: Stop) -> _Reply:
         while True:
             stop.check()
             try:
@@ -132,7 +127,7 @@ class Outbound:
 
     def on_frame(self, connection: Connection, body: bytes) -> None:
         message = _decode(body)
-        if isinstance(message, _Reply | Refused):
+        if isinstance(message, Attached | Inspected | SumsOf | Refused):
             self._replied(connection, message)
         elif isinstance(message, Revoke):
             self._revoke(message.region)
@@ -160,19 +155,26 @@ class Outbound:
         for remote in self._remotes:
             remote.hold.revoke(lambda remote=remote: _release(remote))  # type: ignore[misc]
 
-    def _replied(self, connection: Connection, message: _Reply | Refused) -> None:
-        fd = -1
-        if isinstance(message, Attached) and message.has_descriptor:
-            fd = connection.take_descriptor()
+    def _replied(self, connection: Connection, message: Attached | Inspected | SumsOf | Refused) -> None:
+        reply = self._attached(connection, message) if isinstance(message, Attached) else message
         with self._lock:
             future = self._pending.pop(message.request, None)
         if future is None:
-            if fd >= 0:
-                os.close(fd)
-        elif isinstance(message, Refused):
-            future.set_exception(error_of(message))
+            return
+        if isinstance(reply, Refused):
+            future.set_exception(error_of(reply))
         else:
-            future.set_result((message, fd))
+            future.set_result(reply)
+
+    def _attached(self, connection: Connection, message: Attached) -> RemoteRegion:
+        """Known from now on, so that a `Revoke` that follows finds it."""
+        fd = connection.take_descriptor() if message.has_descriptor else -1
+        hold = Hold(f"region {message.card.id} of {self.peer.name}")
+        remote = RemoteRegion(message.card, hold, message.address, fd, message.offer)
+        with self._lock:
+            self._remotes = [known for known in self._remotes if not known.hold.revoked]
+            self._remotes.append(remote)
+        return remote
 
     def _revoke(self, region: int) -> None:
         with self._lock:
@@ -207,7 +209,11 @@ class Owner(Protocol):
 
     def deliver(self, notice: Notice) -> None: ...
 
-    def in_background(self, work: Callable[[], None]) -> None: ...
+    def in_background(self, work: Callable[[], None]) -> None:
+        """In a thread that never waits for a peer."""
+
+    def soon(self, work: Callable[[], None]) -> None:
+        """In the reactor."""
 
     def sums(self, blocks: Blocks) -> bytes: ...
 
@@ -221,7 +227,7 @@ class Inbound:
         self._owner = owner
         self._on_lost = on_lost
         self._revocations: dict[int, list[Callable[[], None]]] = {}
-        self._checks = 0
+        self._busy = 0
 
     def on_frame(self, connection: Connection, body: bytes) -> None:
         message = _decode(body)
@@ -271,16 +277,42 @@ class Inbound:
         return Notice(self.peer.name, self.peer.generation, tag, payload, num_bytes, error)
 
     def _attach(self, connection: Connection, message: Attach) -> None:
+        def work() -> None:
+            try:
+                region = self._owner.regions.find(message.region)
+                grant = self._granted(region, message, same_host=connection.takes_descriptors)
+            except TransferError as error:
+                connection.send(refusal(error, message.request))
+            else:
+                # In the reactor, where regions are also taken back: the peer hears of both in the right order.
+                self._owner.soon(lambda: self._give(connection, message, region, grant))
+
+        self._serve(connection, message.request, work)
+
+    def _give(self, connection: Connection, message: Attach, region: Region, grant: Grant) -> None:
         try:
-            region = self._owner.regions.find(message.region)
             region.hold.check()
-            grant = self._granted(region, message, same_host=connection.takes_descriptors)
         except TransferError as error:
             connection.send(refusal(error, message.request))
             return
         region.attached.add(self)
         has_fd = grant.fd >= 0
         connection.send(Attached(message.request, region.card, grant.address, has_fd, grant.offer), grant.fd)
+
+    def _serve(self, connection: Connection, request: int, work: Callable[[], None]) -> None:
+        """Off the reactor, a bounded number at once."""
+
+        def counted() -> None:
+            try:
+                work()
+            finally:
+                self._busy -= 1
+
+        if self._busy >= _MAX_BUSY:
+            connection.send(refusal(TransferError("too many requests at once"), request))
+            return
+        self._busy += 1
+        self._owner.in_background(counted)
 
     def _inspect(self, connection: Connection, message: Inspect) -> None:
         try:
@@ -305,14 +337,8 @@ class Inbound:
                 connection.send(SumsOf(message.request, self._owner.sums(message.blocks)))
             except TransferError as error:
                 connection.send(refusal(error, message.request))
-            finally:
-                self._checks -= 1
 
-        if self._checks >= _MAX_CHECKS:
-            connection.send(refusal(TransferError("too many checks at once"), message.request))
-            return
-        self._checks += 1
-        self._owner.in_background(work)
+        self._serve(connection, message.request, work)
 
 
 def _decode(body: bytes) -> Control:

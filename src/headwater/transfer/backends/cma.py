@@ -55,6 +55,9 @@ class CmaBackend:
             raise LinkUnavailable(f"region {region.card.id} is a {region.card.kind}")
         return Grant(address=region.buffer.address)
 
+    def forget(self, region: Region) -> None:
+        """Nothing is kept per region."""
+
     def close(self) -> None:
         """There is nothing to close."""
 

@@ -38,6 +38,9 @@ class FileBackend:
             raise LinkUnavailable(f"region {region.card.id} is no file")
         return Grant(fd=region.buffer.fd)
 
+    def forget(self, region: Region) -> None:
+        """Nothing is kept per region."""
+
     def close(self) -> None:
         """Descriptors belong to regions and sessions."""
 

@@ -40,6 +40,9 @@ class SharedBackend:
             raise LinkUnavailable(f"region {region.card.id} was not allocated as shared memory")
         return Grant(fd=region.buffer.fd)
 
+    def forget(self, region: Region) -> None:
+        """Nothing is kept per region."""
+
     def close(self) -> None:
         """Mappings belong to sessions."""
 

@@ -49,6 +49,9 @@ class TcpBackend:
     def grant(self, region: Region, offer: bytes) -> Grant:
         return Grant()
 
+    def forget(self, region: Region) -> None:
+        """Nothing is kept per region."""
+
     def close(self) -> None:
         """Streams belong to links."""
 
