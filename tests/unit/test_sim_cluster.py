@@ -5,14 +5,17 @@ from dataclasses import replace
 import pytest
 
 from headwater.bench.traces import TraceRow
-from headwater.router.policies import BUILTIN, RoundRobin
+from headwater.errors import ConfigError
+from headwater.router.policies import BUILTIN, Delay, RoundRobin
 from headwater.router.policy import Policy
+from headwater.router.queue import QueueLimits
 from headwater.scheduler.plan import StepPlan
-from headwater.sim.cluster import SimCluster, SimConfig, SimResult
+from headwater.sim.cluster import PATIENT_QUEUE, SimCluster, SimConfig, SimResult
 from headwater.sim.conditions import Conditions
 from headwater.sim.history import LoadHistory
 from headwater.sim.mixes import Mix
 from headwater.sim.report import curves, mode_of, shared_lru_hit_rate, summarise
+from headwater.sim.run import Routing
 from headwater.sim.timing import Belief, DynamoPolynomial, FittedTimes, Slowed, StepTimes
 from headwater.sim.workload import SimRequest, from_trace
 
@@ -214,3 +217,62 @@ def test_a_belief_is_the_truth_but_for_its_errors(prefill_error: float, decode_e
     for share in (0.05, 0.3, 0.6):
         expected = times.duration_ms(StepPlan((), 16), share) * (1 + decode_error)
         assert model.decode_step_ms(16, share * 1_000_000) == pytest.approx(expected, rel=0.25)
+
+
+def test_the_production_queue_holds_requests_back_and_loses_none() -> None:
+    """Three long prompts keep one worker busy; with a queue of one chunk only one of them is sent to it at a time."""
+    requests = trace(*[(0.0, 5000, 3, ()) for _ in range(3)])
+    limits = replace(PATIENT_QUEUE, backlog_chunks=0.1)
+    queued = serve(requests, policy=Delay(), queue=limits)
+    direct = serve(requests, policy=Delay())
+    assert len(queued.records) == 3
+    assert queued.num_refused == 0
+    assert queued.records[1].first_token_s == pytest.approx(10.01, abs=0.03)
+    assert queued.duration_s == pytest.approx(direct.duration_s, rel=0.01)
+
+
+def test_what_the_queue_refuses_counts_in_no_other_figure() -> None:
+    requests = trace(*[(0.1 * number, 5000, 3, ()) for number in range(6)])
+    limits = QueueLimits(backlog_chunks=0.1, max_waiting=2)
+    result = serve(requests, policy=Delay(), queue=limits)
+    assert result.num_refused == 3
+    assert len(result.records) == 3
+    report = summarise(result, trace="t", policy="p", mode="x1", ceiling=0.0)
+    assert (report.requests, report.refused) == (3, 3)
+    assert report.output_tok_s == pytest.approx(9 / result.duration_s)
+
+
+def test_a_closed_loop_goes_on_after_a_refusal() -> None:
+    requests = trace(*[(0.0, 5000, 3, ()) for _ in range(8)])
+    result = serve(
+        requests, policy=Delay(), queue=QueueLimits(backlog_chunks=0.1, max_waiting=1), in_flight_per_worker=4
+    )
+    assert result.num_refused + len(result.records) == 8
+    assert result.num_refused > 0
+
+
+def test_nothing_served_is_an_error_with_a_reason() -> None:
+    with pytest.raises(ConfigError, match=r"t, p: no request was served \(0 were refused\)"):
+        summarise(serve([]), trace="t", policy="p", mode="x1", ceiling=0.0)
+
+
+def test_late_joiners_do_not_lengthen_a_run() -> None:
+    conditions = Conditions(late_workers=1, join_at_s=1000.0)
+    result = serve(trace((0.0, 100, 1, ())), workers=2, conditions=conditions)
+    assert result.duration_s == pytest.approx(0.1)
+    assert result.prefill_tokens == [100, 0]
+
+
+@pytest.mark.parametrize("written", ["delay", "delay@0.3", "delay@0", "delay@1", "delay+queue", "delay@0.3+queue"])
+def test_routings_are_written_as_they_are_read(written: str) -> None:
+    routing = Routing.parse(written)
+    assert str(routing) == written
+    assert routing.policy == "delay"
+    assert routing.queued == written.endswith("+queue")
+    assert routing.settings.decode_share == (routing.decode_share if "@" in written else 1.0)
+
+
+@pytest.mark.parametrize("written", ["", "delay@", "delay@2", "delay+", "delay+queue+queue", "a b"])
+def test_other_routings_are_refused(written: str) -> None:
+    with pytest.raises(ConfigError, match="no policy is written"):
+        Routing.parse(written)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,7 @@ def test_a_next_turn_continues_prompt_and_answer() -> None:
         turns.setdefault(one.session_id, []).append(one)
     for session in turns.values():
         assert len(session) == SMALL.turns
-        for earlier, later in zip(session, session[1:], strict=False):
+        for earlier, later in pairwise(session):
             known = earlier.all_block_ids(16)
             assert len(known) == (earlier.prompt_tokens + earlier.output_tokens - 1) // 16 * 16
             assert later.prompt_tokens > earlier.prompt_tokens + earlier.output_tokens

@@ -26,7 +26,7 @@ from headwater.sim.conditions import Conditions
 from headwater.sim.mixes import MIXES, Mix
 from headwater.sim.page import Outcome, page
 from headwater.sim.report import COLUMNS, SimReport, cells
-from headwater.sim.run import Load, SimRun
+from headwater.sim.run import Load, Routing, SimRun
 from headwater.sim.timing import Belief, DynamoPolynomial, FittedTimes, RooflineTimes, StepTimes
 
 _DEFAULT_BLOCKS = 16_384
@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--max-num-seqs", type=int, default=256)
     cluster.add_argument("--max-num-batched-tokens", type=int, default=8192)
     router = parser.add_argument_group("router")
-    router.add_argument("--policy", action="append", default=[], metavar="NAME", help=f"of {', '.join(BUILTIN)}; `all`")
+    names = f"{', '.join(BUILTIN)}; NAME@0.5: that share of decode time counts; NAME+queue: behind the queue; `all`"
+    router.add_argument("--policy", action="append", default=[], metavar="NAME", help=names)
     _add_conditions(parser.add_argument_group("disturbances"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object per line and run")
@@ -77,7 +78,10 @@ def _add_conditions(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    outcomes = list(_executed(list(_runs(args)), args))
+    runs = list(_runs(args))
+    if args.html:
+        _check_writable(args.html)
+    outcomes = list(_executed(runs, args))
     if not args.json:
         console = Console()
         for _, group in groupby([report for report, _ in outcomes], key=_cell):
@@ -87,9 +91,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_writable(path: Path) -> None:
+    """Before hours of simulation. Raises `ConfigError`."""
+    try:
+        path.touch()
+    except OSError as error:
+        raise ConfigError(f"cannot write the report to {path}: {error.strerror}") from error
+
+
 def execute(one: SimRun) -> Outcome:
     """One run, in whichever process."""
-    return one.execute(load_policy(one.policy))
+    return one.execute(load_policy(one.routing.policy, one.routing.settings))
 
 
 def _executed(runs: Sequence[SimRun], args: argparse.Namespace) -> Iterator[Outcome]:
@@ -130,18 +142,20 @@ def _cell(report: SimReport) -> tuple[str, int, str]:
 
 
 def _runs(args: argparse.Namespace) -> Iterator[SimRun]:
-    policies = list(BUILTIN) if args.policy == ["all"] else args.policy or ["delay"]
+    policies = [*BUILTIN, "delay+queue"] if args.policy == ["all"] else args.policy or ["delay"]
+    routings = [Routing.parse(policy) for policy in policies]
+    for routing in routings:
+        load_policy(routing.policy, routing.settings)
     times = _times(args)
     for load in _loads(args):
         for workers in args.workers or [8]:
             for config in _configs(args, workers):
-                for policy in policies:
-                    yield SimRun(load, config, times, policy)
+                for routing in routings:
+                    yield SimRun(load, config, times, routing)
 
 
 def _configs(args: argparse.Namespace, workers: int) -> Iterator[SimConfig]:
-    if workers < 1:
-        raise ConfigError(f"--workers {workers}: at least 1")
+    _check_at_least_one(args, workers)
     config = SimConfig(
         num_workers=workers,
         block_size=args.block_size,
@@ -155,9 +169,16 @@ def _configs(args: argparse.Namespace, workers: int) -> Iterator[SimConfig]:
             raise ConfigError(f"--speed {speed:g}: more than 0")
         yield replace(config, arrival_speed=speed)
     for in_flight in args.closed:
-        if in_flight < 1:
-            raise ConfigError(f"--closed {in_flight}: at least 1")
         yield replace(config, in_flight_per_worker=in_flight)
+
+
+def _check_at_least_one(args: argparse.Namespace, workers: int) -> None:
+    given = [("--workers", workers), ("--jobs", args.jobs), ("--block-size", args.block_size)]
+    for flag, value in [*given, *[("--closed", in_flight) for in_flight in args.closed]]:
+        if value < 1:
+            raise ConfigError(f"{flag} {value}: at least 1")
+    if args.late >= workers:
+        raise ConfigError(f"--late {args.late}: of {workers} workers one must be there from the start")
 
 
 def _conditions(args: argparse.Namespace) -> Conditions:

@@ -10,6 +10,7 @@ WIDTH, HEIGHT = 460, 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 30, 42
 _BAR_HEIGHT, _BAR_LABEL = 22, 150
 _NUM_COLOURS = 10
+_LEAST_LOGARITHMIC = 1e-6
 _LEGEND_COLUMN, _LEGEND_ROW = 150, 15
 
 LineStyle = Literal["line", "thin", "marked"]
@@ -50,12 +51,12 @@ class Axis:
 
     @classmethod
     def over(cls, label: str, values: Iterable[float], *, logarithmic: bool = False) -> "Axis":
-        """From 0 to the largest value, or from the least positive one if logarithmic."""
+        """From 0 to the largest value, or from the least positive one, six decades down at most, if logarithmic."""
         positive = [value for value in values if value > 0 and math.isfinite(value)]
         most = max(positive, default=1.0)
         if not logarithmic:
             return cls(label, 0.0, most * 1.05)
-        least = min(positive, default=most / 10)
+        least = max(min(positive, default=most / 10), most * _LEAST_LOGARITHMIC)
         return cls(label, least, most if most > least else least * 10, True)
 
     def place(self, value: float) -> float:

@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from headwater.errors import Unavailable
 from headwater.protocol.events import WorkerEvent
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
 from headwater.router.policy import Policy
+from headwater.router.queue import AdmissionQueue, Placed, QueueLimits, Ticket
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
 from headwater.router.view import Booking, ClusterView, time_class
@@ -19,6 +21,11 @@ from headwater.sim.timing import StepTimes
 from headwater.sim.worker import SimWorker
 from headwater.sim.workload import SimRequest
 
+NO_QUEUE = QueueLimits(backlog_chunks=0)
+PATIENT_QUEUE = QueueLimits(max_waiting=1 << 30, max_wait_s=1e9)
+"""The production queue, but that it refuses nobody."""
+
+_QUEUE_TICK_S = 0.05
 _REPORT_INTERVAL_S = 0.05
 _PROGRESS_INTERVAL = 256
 _MAX_TOKENS_PER_OUTPUT_TOKEN = 8
@@ -38,6 +45,7 @@ class SimConfig:
     """Closed loop with so many requests per worker; None: requests arrive at their times."""
     arrival_speed: float = 1.0
     """Times faster than written."""
+    queue: QueueLimits = NO_QUEUE
     conditions: Conditions = field(default_factory=Conditions)
 
     def limits(self) -> SchedulerLimits:
@@ -59,8 +67,8 @@ class SimRecord:
     arrived_s: float
     prompt_tokens: int
     output_tokens: int
-    worker: int
-    predicted_cached_tokens: int
+    worker: int = -1
+    predicted_cached_tokens: int = 0
     cached_tokens: int = 0
     first_token_s: float = 0.0
     finished_s: float = 0.0
@@ -69,11 +77,13 @@ class SimRecord:
 @dataclass(slots=True)
 class SimResult:
     records: list[SimRecord]
-    """In order of arrival."""
+    """Of those that were served, in order of arrival."""
     duration_s: float
     busy_ms: list[float]
     prefill_tokens: list[int]
     num_steps: int = 0
+    num_refused: int = 0
+    """By the router's queue."""
     history: LoadHistory = field(default_factory=LoadHistory)
 
 
@@ -82,7 +92,13 @@ class _Open:
     """A request under way."""
 
     record: SimRecord
-    booking: Booking
+    booking: Booking | None = None
+    """None while it waits in the router's queue."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Ticket(Ticket):
+    sequence: EngineRequest
 
 
 @dataclass(slots=True)
@@ -102,20 +118,22 @@ class SimCluster:
         self._config = config
         self._conditions = config.conditions
         self._view = ClusterView()
-        self._router = Router(self._view, policy)
+        self._queue = AdmissionQueue(Router(self._view, policy), config.queue)
         self._workers = [
             SimWorker(f"w{number:04}", config.limits(), config.conditions.times(own, number, config.num_workers))
             for number, own in enumerate(times)
         ]
         self._last_report = [-1.0] * config.num_workers
         self._heap: list[tuple[float, int, int]] = []
-        """(time, order, what): the worker whose step ends, `num_workers` for news, -1 for an arrival, -2 - n for the
-        joining of worker n."""
+        """(time, order, what): the worker whose step ends, `num_workers` for news and one more for a look at the
+        queue, -1 for an arrival, -2 - n for the joining of worker n."""
         self._order = 0
         self._news: deque[_News] = deque()
         self._arriving: deque[SimRequest] = deque()
         """Taken and not yet arrived."""
         self._records: list[SimRecord] = []
+        self._num_refused = 0
+        self._ticking = False
         self._open: dict[int, _Open] = {}
         self._history = LoadHistory()
         self._introduce(times[0])
@@ -140,18 +158,22 @@ class SimCluster:
                     self._step_ends(what, now)
             elif what == -1:
                 self._arrive(now)
+            elif what == len(self._workers):
+                self._learn(self._news.popleft(), now)
             elif what < 0:
                 self._join(-2 - what)
             else:
-                self._learn(self._news.popleft())
+                self._ticking = False
+                self._pump(now)
             if now >= self._history.due_s:
                 self._history.note(now, [worker.num_open for worker in self._workers])
         return SimResult(
-            records=self._records,
+            records=[record for record in self._records if record.finished_s],
             duration_s=self._last_end_s,
             busy_ms=[worker.busy_ms for worker in self._workers],
             prefill_tokens=[worker.prefill_tokens for worker in self._workers],
             num_steps=sum(worker.num_steps for worker in self._workers),
+            num_refused=self._num_refused,
             history=self._history,
         )
 
@@ -210,14 +232,57 @@ class SimCluster:
             session_id=request.session_id,
             now=now,
         )
-        chosen, decision = self._router.route(asked, MODEL)
-        booking = self._view.book(chosen, request.prompt_tokens, asked.max_tokens, decision.cached_tokens, asked.keys)
-        number = int(chosen.worker_id[1:])
-        record = SimRecord(now, request.prompt_tokens, request.output_tokens, number, decision.cached_tokens)
         stream = len(self._records)
+        record = SimRecord(now, request.prompt_tokens, request.output_tokens)
         self._records.append(record)
-        self._open[stream] = _Open(record, booking)
-        self._submit(number, _engine_request(stream, request), now)
+        self._open[stream] = _Open(record)
+        ticket = _Ticket(asked, MODEL, sequence=_engine_request(stream, request))
+        try:
+            placed = self._queue.submit(ticket, now)
+        except Unavailable:
+            self._refuse(ticket, now)
+            return
+        if placed is not None:
+            self._place(ticket, placed, now)
+        else:
+            self._pump(now)
+
+    def _place(self, ticket: "_Ticket", placed: Placed, now: float) -> None:
+        asked, chosen, cached_tokens = ticket.request, placed.worker, placed.decision.cached_tokens
+        is_open = self._open[ticket.sequence.stream]
+        is_open.booking = self._view.book(
+            chosen,
+            asked.num_prompt_tokens,
+            asked.max_tokens,
+            cached_tokens,
+            asked.keys,
+            asked.expected_output_tokens,
+        )
+        is_open.record.worker = number = int(chosen.worker_id[1:])
+        is_open.record.predicted_cached_tokens = cached_tokens
+        self._submit(number, ticket.sequence, now)
+
+    def _refuse(self, ticket: "_Ticket", now: float) -> None:
+        del self._open[ticket.sequence.stream]
+        self._num_refused += 1
+        self._next_of_loop(now)
+
+    def _pump(self, now: float) -> None:
+        """Let those in the queue go ahead, and look again after a while if some are left."""
+        for outcome in self._queue.pump(now):
+            ticket = outcome.ticket
+            assert isinstance(ticket, _Ticket)
+            if isinstance(outcome, Placed):
+                self._place(ticket, outcome, now)
+            else:
+                self._refuse(ticket, now)
+        if len(self._queue) and not self._ticking:
+            self._ticking = True
+            self._push(now + _QUEUE_TICK_S, len(self._workers) + 1)
+
+    def _next_of_loop(self, now: float) -> None:
+        if self._config.in_flight_per_worker is not None:
+            self._schedule_arrival(now)
 
     def _submit(self, number: int, request: EngineRequest, now: float) -> None:
         worker = self._workers[number]
@@ -258,28 +323,30 @@ class SimCluster:
             self._last_end_s = now
             if self._progress is not None and not self._ended % _PROGRESS_INTERVAL:
                 self._progress(self._ended)
-            if self._config.in_flight_per_worker is not None:
-                self._schedule_arrival(now)
+            self._next_of_loop(now)
 
     # -- what the router learns
 
     def _tell(self, news: _News, now: float) -> None:
         if self._conditions.event_delay_s <= 0:
-            self._learn(news)
+            self._learn(news, now)
             return
         self._news.append(news)
         self._push(now + self._conditions.event_delay_s, len(self._workers))
 
-    def _learn(self, news: _News) -> None:
+    def _learn(self, news: _News, now: float) -> None:
         view = self._view
         for output in news.outputs:
             is_open = self._open[output.stream]
+            assert is_open.booking is not None
             if output.num_cached_tokens is not None:
                 view.prefilled(is_open.booking)
             if output.finish_reason is not None:
                 view.release(is_open.booking, is_open.record.output_tokens)
                 del self._open[output.stream]
         view.apply(news.worker_id, news.events)
+        if len(self._queue) and news.outputs:
+            self._pump(now)
 
 
 def _engine_request(stream: int, request: SimRequest) -> EngineRequest:

@@ -7,6 +7,7 @@ from statistics import fmean
 import msgspec
 
 from headwater.bench.report import percentile
+from headwater.errors import ConfigError
 from headwater.kv.index import block_keys
 from headwater.sim.cluster import SimConfig, SimRecord, SimResult
 from headwater.sim.workload import SimRequest
@@ -45,6 +46,8 @@ class SimReport(msgspec.Struct, frozen=True):
     """Part of the time that a worker was busy, mean."""
     predicted_hit_rate: float
     """What the router expected when it chose."""
+    refused: int = 0
+    """By the router's queue; they count in no other figure."""
     sim_requests_per_min: float = 0.0
     """Simulated requests per minute of this machine's CPU time."""
 
@@ -70,8 +73,10 @@ def mode_of(config: SimConfig) -> str:
 def summarise(
     result: SimResult, *, trace: str, policy: str, mode: str, ceiling: float, cpu_s: float = 0.0
 ) -> SimReport:
-    """Figures of one run."""
+    """Figures of one run. Raises `ConfigError` when nothing was served."""
     records = result.records
+    if not records:
+        raise ConfigError(f"{trace}, {policy}: no request was served ({result.num_refused} were refused)")
     ttft, e2e = _sorted_ms(records, _ttft_ms), _sorted_ms(records, _e2e_ms)
     prompt_tokens = sum([record.prompt_tokens for record in records])
     output_tokens = sum([record.output_tokens for record in records])
@@ -98,6 +103,7 @@ def summarise(
         prefill_imbalance=_imbalance(result.prefill_tokens),
         utilisation=fmean(result.busy_ms) / duration_s / 1e3,
         predicted_hit_rate=sum([record.predicted_cached_tokens for record in records]) / prompt_tokens,
+        refused=result.num_refused,
         sim_requests_per_min=len(records) / cpu_s * 60 if cpu_s else 0.0,
     )
 
