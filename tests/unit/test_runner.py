@@ -242,6 +242,9 @@ class UpTo:
 
 
 class UpToCompiler:
+    def prepare(self, spec: StructuredSpec) -> None:
+        self.compile(spec)
+
     def compile(self, spec: StructuredSpec) -> UpTo:
         if not spec.spec.isdigit():
             raise InvalidRequest("regex: not a number", param="guided_regex")

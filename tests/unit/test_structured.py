@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from typing import Any
 
 import numpy as np
@@ -244,6 +245,24 @@ def test_hostile_grammars_end_in_bounded_work(compiler: GuidanceCompiler, vocab_
                 constraint.advance([choices[len(choices) // 2]])
         except (InvalidRequest, DeadEndError):
             continue
+
+
+@pytest.mark.parametrize("regex", ["a{1000000}", "((a?){50}){50}a{50}"])
+def test_what_could_not_even_begin_is_refused(compiler: GuidanceCompiler, regex: str) -> None:
+    with pytest.raises(InvalidRequest, match="too many expressions") as caught:
+        compiler.compile(StructuredSpec("regex", regex))
+    assert caught.value.param == "guided_regex"
+
+
+def test_a_grammar_is_compiled_once_from_any_thread(
+    compiler: GuidanceCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = StructuredSpec("regex", "prepared+")
+    thread = threading.Thread(target=compiler.prepare, args=(spec,))
+    thread.start()
+    thread.join()
+    monkeypatch.setattr(compiler, "_compile", None)
+    compiler.compile(spec)
 
 
 def test_large_lists_and_schemas_work(compiler: GuidanceCompiler, tokenizer: Tokenizer, vocab_size: int) -> None:

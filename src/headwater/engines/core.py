@@ -28,6 +28,9 @@ class BuiltEngine:
 
     executor: Executor
     info: EngineInfo
+    prepare: Callable[[EngineRequest], None] | None = None
+    """Does what takes long about a structured output before it is admitted; called on another thread than the
+    executor. Raises `RequestError`."""
 
 
 BuildEngine = Callable[[ProgressSink], BuiltEngine]

@@ -20,6 +20,7 @@ from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo, EngineListener, ProgressSink
 from headwater.engines.core import BuildEngine, BuiltEngine, EngineCore, StepOutcome, refusal
 from headwater.engines.loop import StepLoop
+from headwater.engines.preparation import Preparation
 from headwater.errors import Draining, HeadwaterError, InternalError, WorkerLost
 from headwater.kv.identity import namespace
 from headwater.kv.resident import ResidentBlocks
@@ -45,6 +46,7 @@ class CoreEngine:
         self._open: set[int] = set()
         self._refused: set[int] = set()
         """Streams whose refusal is on its way."""
+        self._preparation: Preparation | None = None
         self._resident = ResidentBlocks()
         self._load = LoadReport(0, 0, 0, 0, 0)
         self._refusing: HeadwaterError | None = InternalError("the engine is not started")
@@ -64,7 +66,9 @@ class CoreEngine:
         try:
             if self._refusing is not None:
                 raise self._refusing
-            self._loop.submit(requests)
+            ready = [request for request in requests if not self._begin_preparing(request)]
+            if ready:
+                self._loop.submit(ready)
             self._open.update(request.stream for request in requests)
         except HeadwaterError as error:
             refused = [request.stream for request in requests]
@@ -76,6 +80,8 @@ class CoreEngine:
         known = [stream for stream in streams if stream in self._open]
         if known:
             self._open.difference_update(known)
+            if self._preparation is not None:
+                self._preparation.abort(known)
             self._loop.abort(known)
             self._note_open()
 
@@ -107,6 +113,8 @@ class CoreEngine:
         self._closed = True
         if first:
             self._end_all(error)
+        if self._preparation is not None:
+            await self._preparation.close(_CLOSE_TIMEOUT_S)
         await self._loop.close(_CLOSE_TIMEOUT_S)
 
     def on_outcome(self, outcome: StepOutcome) -> None:
@@ -135,8 +143,27 @@ class CoreEngine:
 
     def _build_core(self, progress: ProgressSink) -> tuple[EngineCore, EngineInfo]:
         built = self._build(progress)
+        if built.prepare is not None:
+            self._preparation = Preparation(built.prepare, self._on_prepared)
         scheduler = Scheduler(_limits(self._config, built))
         return EngineCore(scheduler, built.executor, self._clock), built.info
+
+    def _begin_preparing(self, request: EngineRequest) -> bool:
+        """Whether the request has something that takes long; it then comes back to `_on_prepared`."""
+        if self._preparation is None or request.sampling.structured is None:
+            return False
+        self._preparation.begin(request)
+        return True
+
+    def _on_prepared(self, request: EngineRequest, error: HeadwaterError | None) -> None:
+        if request.stream not in self._open:
+            return
+        try:
+            if error is not None:
+                raise error
+            self._loop.submit([request])
+        except HeadwaterError as refused:
+            self.on_outcome(StepOutcome([refusal(request.stream, refused)], []))
 
     def _note_events(self, events: list[WorkerEvent]) -> None:
         for event in events:

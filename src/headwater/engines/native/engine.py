@@ -73,7 +73,8 @@ def build_engine(config: EngineConfig, placement: Placement, progress: ProgressS
     compiler = _compiler(model, checkpoint.config.vocab_size)
     info = _info(config, model, backend, size.max_model_len, _hardware(device, share, backend))
     progress(Progress("ready", detail=info.card.name))
-    return BuiltEngine(NativeExecutor(backend, model.eos_token_ids, compiler), info)
+    executor = NativeExecutor(backend, model.eos_token_ids, compiler)
+    return BuiltEngine(executor, info, executor.prepare)
 
 
 def _device(config: EngineConfig) -> str:

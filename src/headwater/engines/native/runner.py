@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from headwater.engines.native.base import Backend, FlatBatch
 from headwater.engines.native.sampling.sampler import Sampler
 from headwater.engines.native.sampling.state import SamplingState, check_sampling
-from headwater.engines.native.structured.base import ConstraintCompiler, TokenConstraint
+from headwater.engines.native.structured.base import ConstraintCompiler
 from headwater.errors import InvalidRequest
-from headwater.protocol.request import StructuredSpec
+from headwater.protocol.request import EngineRequest
 from headwater.scheduler.plan import Sequence, Slice, StepPlan, StepResult
 
 
@@ -39,9 +39,15 @@ class NativeExecutor:
         """Check sampling parameters and compile the grammar. Raises `InvalidRequest`."""
         params = sequence.request.sampling
         check_sampling(params, self._vocab_size)
-        constraint = None if params.structured is None else self._compile(params.structured)
+        constraint = None if params.structured is None else self._require_compiler().compile(params.structured)
         sampling = SamplingState(sequence, self._vocab_size, self._eos_token_ids, constraint)
         self._running[sequence.stream] = _Running(sampling)
+
+    def prepare(self, request: EngineRequest) -> None:
+        """Compile the grammar ahead of `admit`, on another thread than the engine's. Raises `InvalidRequest`."""
+        check_sampling(request.sampling, self._vocab_size)
+        if request.sampling.structured is not None:
+            self._require_compiler().prepare(request.sampling.structured)
 
     def execute(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
@@ -60,10 +66,10 @@ class NativeExecutor:
         self._running.clear()
         self._backend.close()
 
-    def _compile(self, structured: StructuredSpec) -> TokenConstraint:
+    def _require_compiler(self) -> ConstraintCompiler:
         if self._compiler is None:
             raise InvalidRequest("structured output is not available: this worker has no tokenizer.json or llguidance")
-        return self._compiler.compile(structured)
+        return self._compiler
 
     def _batch(self, plan: StepPlan) -> FlatBatch:
         slices = plan.slices

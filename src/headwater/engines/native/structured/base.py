@@ -32,7 +32,11 @@ class TokenConstraint(Protocol):
 
 
 class ConstraintCompiler(Protocol):
-    """Compiles specifications against one model's tokenizer."""
+    """Compiles specifications against one model's tokenizer. May be called from several threads."""
+
+    def prepare(self, spec: StructuredSpec) -> None:
+        """Do what takes long in `compile` and keep it for a while. Raises `InvalidRequest` like that."""
+        ...
 
     def compile(self, spec: StructuredSpec) -> TokenConstraint:
         """A constraint at its start. Raises `InvalidRequest` naming the field and what is wrong with it."""

@@ -2,10 +2,11 @@
 
 Specifications come from outside: their size is bounded, compilation runs under llguidance's limits on grammar size and
 lexer work, and what it refuses becomes `InvalidRequest` with the compiler's own words. Compiled grammars are kept in a
-bounded cache; a sequence works on a copy.
+bounded cache; a sequence works on a copy. Compiling takes up to a second and does not hold the interpreter's lock.
 """
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -27,6 +28,9 @@ _MAX_LEXER_STATES = 25_000
 """Of one sequence, 1 to 2 kB each: hostile expressions could fill the memory with the library's own limit."""
 _MAX_ROW_ITEMS = 20_000
 """Lets through schemas with thousands of properties; the work per step has a limit of its own."""
+_INITIAL_LEXER_FUEL = 100_000
+"""A tenth of the library's own limit, under which a step with `a{100000}` takes 100 ms. Schemas with thousands of
+properties stay within it."""
 _MESSAGE_CHARS = 500
 _FIELDS: dict[StructuredKind, str] = {
     "json_object": "response_format",
@@ -49,25 +53,39 @@ class GuidanceCompiler:
             tokenizer_json.decode(), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
         )
         self._limits = LLParserLimits(
-            verbose_errors=False, max_lexer_states=_MAX_LEXER_STATES, max_items_in_row=_MAX_ROW_ITEMS
+            verbose_errors=False,
+            initial_lexer_fuel=_INITIAL_LEXER_FUEL,
+            max_lexer_states=_MAX_LEXER_STATES,
+            max_items_in_row=_MAX_ROW_ITEMS,
         )
         self._vocab_size = vocab_size
         self._has_end = bool(eos_token_ids)
         self._bounds_by_byte = _bounds_by_byte()
         self._compiled: OrderedDict[StructuredSpec, LLMatcher] = OrderedDict()
         self._cached_chars = 0
+        self._lock = threading.Lock()
+        """Of the two fields above."""
+
+    def prepare(self, spec: StructuredSpec) -> None:
+        self._matcher(spec)
 
     def compile(self, spec: StructuredSpec) -> "GuidanceConstraint":
-        matcher = self._compiled.get(spec)
-        if matcher is None:
-            matcher = self._compile(spec)
+        return GuidanceConstraint(self._matcher(spec).deep_copy(), self._vocab_size, self._bounds_by_byte)
+
+    def _matcher(self, spec: StructuredSpec) -> LLMatcher:
+        with self._lock:
+            matcher = self._compiled.get(spec)
+            if matcher is not None:
+                self._compiled.move_to_end(spec)
+                return matcher
+        matcher = self._compile(spec)
+        with self._lock:
             self._keep(spec, matcher)
-        else:
-            self._compiled.move_to_end(spec)
-        return GuidanceConstraint(matcher.deep_copy(), self._vocab_size, self._bounds_by_byte)
+        return matcher
 
     def _keep(self, spec: StructuredSpec, matcher: LLMatcher) -> None:
-        self._compiled[spec] = matcher
+        if self._compiled.setdefault(spec, matcher) is not matcher:
+            return  # another thread was faster
         self._cached_chars += _cached_chars(spec)
         while self._cached_chars > _CACHED_CHARS:
             oldest, _ = self._compiled.popitem(last=False)
@@ -84,10 +102,9 @@ class GuidanceCompiler:
         except (ValueError, RecursionError) as error:
             raise _refusal(spec, str(error)) from error
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # some limits show only now
-        if matcher.is_error():
-            raise _refusal(spec, matcher.get_error())
+        wrong = _first_error(matcher)
+        if wrong:
+            raise _refusal(spec, wrong)
         return matcher
 
 
@@ -122,6 +139,17 @@ class GuidanceConstraint:
 
     def _dead_end(self) -> DeadEndError:
         return DeadEndError(f"structured output: {_shorten(self._matcher.get_error())}")
+
+
+def _first_error(matcher: LLMatcher) -> str:
+    """What is wrong with a new grammar; empty: nothing. Some limits show only with the first token."""
+    if not matcher.is_error():
+        allowed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if not matcher.is_error() and allowed.any():
+            trial = matcher.deep_copy()
+            trial.consume_token(int(np.unpackbits(allowed, bitorder="little").argmax()))
+            return str(trial.get_error())
+    return str(matcher.get_error())
 
 
 def _bounds_by_byte() -> NDArray[np.float32]:
