@@ -4,6 +4,7 @@ import ctypes
 import multiprocessing
 import struct
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -18,10 +19,12 @@ from hypothesis import strategies as st
 
 from headwater.engines.base import Progress
 from headwater.engines.native.base import QuantisedTensor
+from headwater.engines.native.cpu import panel_file
 from headwater.engines.native.cpu.backend import CpuBackend, CpuOptions
 from headwater.engines.native.cpu.layout import TensorPlan, model_plan
+from headwater.engines.native.cpu.panel_file import PanelFile
 from headwater.engines.native.cpu.panels import PanelKind, narrowest, pack, padded
-from headwater.engines.native.cpu.prepared import PreparedWeights, prepare
+from headwater.engines.native.cpu.prepared import prepare
 from headwater.errors import InternalError, ModelError
 
 
@@ -40,7 +43,7 @@ def read_panels(raw: torch.Tensor, kind: PanelKind, rows: int, inputs: int) -> t
     return raw.view(DTYPES[kind])[panel + inside]
 
 
-def unpack(weights: PreparedWeights, plan: TensorPlan) -> torch.Tensor:
+def unpack(weights: PanelFile, plan: TensorPlan) -> torch.Tensor:
     kind = weights.kind(plan.name)
     content = (ctypes.c_uint8 * plan.nbytes(kind)).from_address(weights.address(plan.name))
     raw = torch.from_numpy(np.ctypeslib.as_array(content).copy())
@@ -157,10 +160,62 @@ def test_an_index_that_points_elsewhere_is_not_followed(tmp_path: Path, field: s
     index = msgspec.json.decode(good[place:])
     index["entries"][0][field] = value
     encoded = msgspec.json.encode(index)
-    header = good[:12] + struct.pack("<IQ", len(encoded), place) + sha256(encoded).digest()
+    header = good[:12] + struct.pack("<IQ", len(encoded), place) + sha256(encoded).digest() + good[56:92]
     path.write_bytes(header + good[len(header) : place] + encoded)
     prepare(checkpoint, tmp_path, quiet).close()
     assert path.read_bytes() == good
+
+
+@pytest.fixture
+def reboot(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], None]:
+    """What a file written before is to a machine that has been started again."""
+    boot_id = tmp_path_factory.mktemp("proc") / "boot_id"
+
+    def change() -> None:
+        boot_id.write_text(str(uuid.uuid4()))
+        monkeypatch.setattr(panel_file, "BOOT_ID_FILE", boot_id)
+
+    return change
+
+
+def damage_one_weight(path: Path) -> None:
+    """Silently: sizes and index stay right."""
+    content = bytearray(path.read_bytes())
+    content[4096 * 3 + 100] ^= 0xFF
+    path.write_bytes(content)
+
+
+def test_a_crash_that_lost_pages_is_noticed_after_the_boot(tmp_path: Path, reboot: Callable[[], None]) -> None:
+    checkpoint = RandomCheckpoint(small())
+    prepare(checkpoint, tmp_path, quiet).close()
+    path = only_file(tmp_path)
+    good = path.read_bytes()
+    damage_one_weight(path)
+    reboot()
+    prepare(checkpoint, tmp_path, quiet).close()
+    assert path.read_bytes()[4096:] == good[4096:]
+
+
+def test_a_whole_file_is_checked_once_per_boot_and_kept(tmp_path: Path, reboot: Callable[[], None]) -> None:
+    checkpoint = RandomCheckpoint(small())
+    prepare(checkpoint, tmp_path, quiet).close()
+    reads, checks = checkpoint.reads, []
+
+    def count(report: Progress) -> None:
+        checks.append("checking" in report.detail)
+
+    for expected in (True, False):
+        if expected:
+            reboot()
+        prepare(checkpoint, tmp_path, count).close()
+        assert any(checks) is expected
+        checks.clear()
+    only_file(tmp_path).chmod(0o444)
+    tmp_path.chmod(0o555)
+    reboot()
+    prepare(checkpoint, tmp_path, count).close()
+    assert any(checks)
+    assert checkpoint.reads == reads
 
 
 def build_in_child(

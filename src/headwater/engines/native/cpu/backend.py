@@ -22,8 +22,9 @@ from headwater.engines.base import Progress, ProgressSink
 from headwater.engines.native.base import Checkpoint, FlatBatch, NativeModelConfig
 from headwater.engines.native.cpu.binding import HwBatch, HwLayer, HwMatrix, HwModel, Kernels
 from headwater.engines.native.cpu.library import load_library
+from headwater.engines.native.cpu.panel_file import PanelFile
 from headwater.engines.native.cpu.panels import PANEL_ROWS, padded
-from headwater.engines.native.cpu.prepared import PreparedWeights, prepare
+from headwater.engines.native.cpu.prepared import prepare
 from headwater.engines.native.rope import rope_tables
 from headwater.errors import ConfigError, InternalError, ModelError
 from headwater.weights.cache import default_cache_folder
@@ -204,7 +205,7 @@ def _rope(config: NativeModelConfig, length: int) -> tuple[NDArray[np.float32], 
 
 
 def _model(
-    config: NativeModelConfig, weights: PreparedWeights, rope: tuple[NDArray[np.float32], NDArray[np.float32]]
+    config: NativeModelConfig, weights: PanelFile, rope: tuple[NDArray[np.float32], NDArray[np.float32]]
 ) -> HwModel:
     tied = config.tie_word_embeddings
     vocab = (config.vocab_size, config.hidden_size)
@@ -228,7 +229,7 @@ def _model(
     )
 
 
-def _layer(config: NativeModelConfig, weights: PreparedWeights, index: int) -> HwLayer:
+def _layer(config: NativeModelConfig, weights: PanelFile, index: int) -> HwLayer:
     prefix = f"layers.{index}."
     hidden, inner = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -252,7 +253,7 @@ def _window(config: NativeModelConfig, layer: int) -> int:
     return config.sliding_window if applies else 0
 
 
-def _matrix(weights: PreparedWeights, name: str, rows: int, inputs: int) -> HwMatrix:
+def _matrix(weights: PanelFile, name: str, rows: int, inputs: int) -> HwMatrix:
     return HwMatrix(
         kind=int(weights.kind(name)),
         n=padded(rows),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headwater.engines.native.base import QuantisedTensor
 
 PANEL_ROWS = 16
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Changes when bytes in a panel move; prepared files of another version are not used."""
 
 _NIBBLES = 8

@@ -26,7 +26,7 @@ bool runs_here(const HwVariant *variant) {
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
                __builtin_cpu_supports("bmi2");
 #endif
-    return true;
+    return variant != nullptr;
 }
 
 const HwVariant *find(const char *isa) {
@@ -170,12 +170,12 @@ const char *hw_best_isa() {
 
 int64_t hw_runs_isa(const char *isa) {
     const HwVariant *v = find(isa);
-    return v && runs_here(v);
+    return runs_here(v);
 }
 
 void *hw_open(const char *isa, int64_t num_threads) {
     const HwVariant *v = find(isa);
-    if (!v || !runs_here(v) || num_threads < 1) return nullptr;
+    if (!runs_here(v) || num_threads < 1) return nullptr;
     Kernels *k = (Kernels *)calloc(1, sizeof(Kernels));
     if (!k) return nullptr;
     pthread_mutex_init(&k->mutex, nullptr);
