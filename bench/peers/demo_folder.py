@@ -2,9 +2,9 @@
 
     python bench/peers/demo_folder.py FOLDER [--model NAME]     without --model: the demo model
 
-Values are those our own engine computes with; tokenizer and template those our frontend uses, with one step spelled
-differently, so that the fastokens inside NVIDIA Dynamo 1.6 takes it. Only dense models of the Llama architecture with
-plain rotary embedding.
+Values are those our own engine computes with. Two steps of the tokenizer are folded into one, as our frontend does by
+itself: the same tokens, faster, and the fastokens inside NVIDIA Dynamo 1.6 refuses the file without it. Only dense
+models of the Llama architecture with plain rotary embedding.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from headwater.engines.native.base import NativeModelConfig
 from headwater.engines.native.checkpoints import open_checkpoint
+from headwater.frontend.preprocess.folding import folded
 from headwater.weights import ResolvedModel, resolve
 
 
@@ -45,14 +46,8 @@ def config_json(config: NativeModelConfig, model: ResolvedModel) -> dict[str, ob
 
 
 def tokenizer_json(model: ResolvedModel) -> str:
-    """Splitting at digits as a regular expression: the same tokens, and Dynamo's fastokens knows no step `Digits`."""
-    document = json.loads(model.tokenizer_json)
-    steps = document["pre_tokenizer"].get("pretokenizers", [])
-    for number, step in enumerate(steps):
-        if step == {"type": "Digits", "individual_digits": True}:
-            split = {"type": "Split", "pattern": {"Regex": "\\p{N}"}, "behavior": "Isolated", "invert": False}
-            steps[number] = split
-    return json.dumps(document, ensure_ascii=False)
+    text = model.tokenizer_json.decode()
+    return folded(text) or text
 
 
 def main() -> None:

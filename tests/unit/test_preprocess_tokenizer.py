@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headwater.errors import ModelError
 from headwater.frontend.preprocess import tokenizer as module
 from headwater.frontend.preprocess.corpus import self_check_corpus
+from headwater.frontend.preprocess.folding import folded
 from headwater.frontend.preprocess.tokenizer import (
     FastTokenizer,
     ReferenceTokenizer,
@@ -34,6 +35,13 @@ def fast(demo_model: ResolvedModel) -> FastTokenizer:
 
 
 @pytest.fixture(scope="module")
+def one_step(demo_model: ResolvedModel) -> FastTokenizer:
+    spelling = folded(demo_model.tokenizer_json.decode())
+    assert spelling is not None
+    return FastTokenizer(spelling)
+
+
+@pytest.fixture(scope="module")
 def reference(demo_model: ResolvedModel) -> ReferenceTokenizer:
     return ReferenceTokenizer(demo_model.tokenizer_json.decode())
 
@@ -50,6 +58,36 @@ def test_both_libraries_equal_the_plain_encoding(
 
 def test_special_tokens_in_the_text_are_recognised(fast: FastTokenizer) -> None:
     assert unpack_ids(fast.encode("<|im_start|>user<|im_end|>", add_special_tokens=False)) == [1, 4093, 2]
+
+
+@settings(deadline=None, max_examples=300)
+@given(text=st.text(alphabet="  \n\t 019½Ⅷ٣abZ'sdlvmret!.,日🙂\u00a0\u3000", max_size=30))
+def test_folding_two_steps_into_one_changes_no_id(
+    reference: ReferenceTokenizer, one_step: FastTokenizer, text: str
+) -> None:
+    assert one_step.encode(text, add_special_tokens=False) == reference.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [{"type": "Digits", "individual_digits": False}, {"type": "ByteLevel", "add_prefix_space": False}],
+        [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "add_prefix_space": True}],
+        [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "use_regex": False}],
+        [{"type": "ByteLevel", "add_prefix_space": False}],
+    ],
+)
+def test_other_steps_are_left_alone(steps: list[dict[str, object]]) -> None:
+    assert folded(json.dumps({"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}})) is None
+    assert folded("[]") is None
+
+
+def test_a_folding_that_differs_is_not_used(demo_model: ResolvedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped = demo_model.tokenizer_json.decode().replace('"Digits"', '"Whitespace"')
+    monkeypatch.setattr(module, "folded", lambda _json: swapped)
+    chosen = load_tokenizer(demo_model.tokenizer_json, "auto")
+    assert chosen.backend == "fastokens"
+    assert len(unpack_ids(chosen.encode("12", add_special_tokens=False))) == 2
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(demo_model: ResolvedModel) -> None:

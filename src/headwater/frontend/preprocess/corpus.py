@@ -12,6 +12,7 @@ _TEXTS = (
     "=" * 100 + "-" * 77 + "#" * 33,
     " " * 130 + "x" + "\n" * 40,
     "0 1 12 123 1234 12345 1234567890 3.14159 1e-9 0xFF 1,000,000 ½ ² ① Ⅷ ٣",
+    "a  1   22\n\n3 \t4  b 5\n 6's 7'll  \n8 !9  ! 0  ",
     "def f(x: int) -> str:\n    return f'{x!r}'  # comment\n\nclass A(B):\n\tpass\n",
     "for (int i = 0; i < n; ++i) { a[i] ^= (b->c << 3) | ~d & 0x7f; } /* end */",
     '{"key": [1, 2.5, null, true], "nested": {"a b": "c\\n\\"d\\""}}',

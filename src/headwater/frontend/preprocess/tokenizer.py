@@ -16,6 +16,7 @@ import tokenizers
 
 from headwater.errors import ModelError
 from headwater.frontend.preprocess.corpus import self_check_corpus
+from headwater.frontend.preprocess.folding import folded
 
 logger = logging.getLogger(__name__)
 
@@ -100,13 +101,16 @@ def load_tokenizer(data: bytes, backend: Backend, added_tokens: Sequence[str] = 
         raise ModelError(f"tokenizer.json is not understood by `tokenizers`: {error}") from error
     if backend == "tokenizers":
         return reference
-    try:
-        fast = FastTokenizer(json)
-        doubt = _first_difference(fast, reference, added_tokens)
-    except _BROKEN as error:
-        doubt = f"fastokens cannot read it: {error}"
-    if doubt is None:
-        return fast
+    doubt = ""
+    for spelling in filter(None, (folded(json), json)):
+        try:
+            fast = FastTokenizer(spelling)
+            difference = _first_difference(fast, reference, added_tokens)
+        except _BROKEN as error:
+            difference = f"fastokens cannot read it: {error}"
+        if difference is None:
+            return fast
+        doubt = difference
     if backend == "fastokens":
         raise ModelError(
             f"fastokens is not usable with this tokenizer: {doubt}", hint="use --tokenizer-backend tokenizers"
