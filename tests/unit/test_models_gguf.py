@@ -288,6 +288,19 @@ def test_heads_that_differ_by_layer_are_refused(tiny_model: Tiny, tmp_path: Path
         open_checkpoint(resolved(tmp_path / "m.gguf"))
 
 
+@pytest.mark.parametrize(("key", "value"), [("block_count", 5000), ("embedding_length", 1 << 31)])
+def test_sizes_that_no_model_has_are_refused(tiny_model: Tiny, tmp_path: Path, key: str, value: int) -> None:
+    """Damaged or hostile metadata must not decide how much memory is taken."""
+    path = tmp_path / "m.gguf"
+    write_model(path, tiny_model("llama").reference, "llama")
+    data = bytearray(path.read_bytes())
+    at = data.index(f"llama.{key}".encode()) + len(f"llama.{key}") + 4
+    data[at : at + 4] = value.to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=rf"llama.{key} is {value}, not a number from 1 to "):
+        open_checkpoint(resolved(path))
+
+
 def test_a_sliding_window_in_metadata(tiny_model: Tiny, tmp_path: Path) -> None:
     model = tiny_model("mistral-sliding")
     write_model(tmp_path / "m.gguf", model.reference, "llama", metadata={"llama.attention.sliding_window": 21})

@@ -23,8 +23,9 @@ _REQUIRED_ROPE_KEYS: Final = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
-_MAX_LAYERS: Final = 4096
-_MAX_SIZE: Final = 1 << 24
+MAX_LAYERS: Final = 4096
+MAX_POSITIONS: Final = 1 << 30
+MAX_SIZE: Final = 1 << 24
 
 
 class _Fields:
@@ -33,7 +34,7 @@ class _Fields:
     def __init__(self, config: Mapping[str, object]) -> None:
         self._config = config
 
-    def integer(self, name: str, default: int | None = None, *, most: int = _MAX_SIZE) -> int:
+    def integer(self, name: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
         value = self._config.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
@@ -74,9 +75,9 @@ def parse_config(config: Mapping[str, object]) -> NativeModelConfig:
     fields = _Fields(config)
     qwen2 = architecture == "Qwen2ForCausalLM"
     attention_bias = fields.flag("attention_bias")
-    num_layers = fields.integer("num_hidden_layers", most=_MAX_LAYERS)
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads")
-    max_positions = fields.integer("max_position_embeddings", 1 << 11, most=1 << 30)
+    max_positions = fields.integer("max_position_embeddings", 1 << 11, most=MAX_POSITIONS)
     window, layers = _sliding(config, architecture, num_layers)
     return NativeModelConfig(
         architecture=architecture,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from headwater.engines.native.base import NativeModelConfig, RopeConfig
+from headwater.engines.native.checkpoints.config import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
 from headwater.errors import ModelError
 from headwater.weights.gguf import GgufFile, GgufTensor
 
@@ -73,13 +74,13 @@ def gguf_config(gguf: GgufFile, tensors: dict[str, GgufTensor], rope: GgufRope) 
     hidden_size = fields.integer("embedding_length")
     head_dim = gguf.integer(f"{family}.attention.key_length") or hidden_size // num_heads
     _check_rotation(gguf, family, head_dim)
-    max_positions = fields.integer("context_length")
+    max_positions = fields.integer("context_length", most=MAX_POSITIONS)
     return NativeModelConfig(
         architecture=architecture,
         vocab_size=_shape(gguf, tensors, "token_embd.weight")[0],
         hidden_size=hidden_size,
         intermediate_size=fields.integer("feed_forward_length"),
-        num_layers=fields.integer("block_count"),
+        num_layers=fields.integer("block_count", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -103,12 +104,12 @@ class _Fields:
         self._gguf = gguf
         self._family = family
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
         given = self._gguf.metadata.get(f"{self._family}.{name}", default)
         value = given if isinstance(given, int) and not isinstance(given, bool) else 0
-        if value < 1:
+        if not 1 <= value <= most:
             shown = "a list" if isinstance(given, list) else repr(given)
-            raise ModelError(f"{self._gguf.path.name}: {self._family}.{name} is {shown}, not a positive number")
+            raise ModelError(f"{self._gguf.path.name}: {self._family}.{name} is {shown}, not a number from 1 to {most}")
         return value
 
     def number(self, name: str) -> float:
