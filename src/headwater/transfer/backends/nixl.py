@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from headwater.errors import LinkUnavailable, PeerLost
 from headwater.transfer.base import Grant, PeerSession, RemoteRegion
 from headwater.transfer.blocks import Chunk
@@ -27,6 +29,11 @@ _SPINS = 200
 _POLL_S = 50e-6
 
 
+class _Offer(msgspec.Struct, frozen=True, array_like=True):
+    device: int
+    metadata: bytes
+
+
 class NixlBackend:
     """See the module docstring. A NIXL agent is not safe for threads: every call holds one lock."""
 
@@ -36,6 +43,7 @@ class NixlBackend:
         self._needs_rdma = needs_rdma
         self._lock = threading.Lock()
         self._agent: Any = None
+        self._errors: tuple[type[Exception], ...] = ()
         self._registered: dict[int, Any] = {}
 
     def unavailable(self) -> str:
@@ -54,7 +62,8 @@ class NixlBackend:
 
     def grant(self, region: Region, offer: bytes) -> Grant:
         self.register(region)
-        return Grant(address=region.buffer.address, offer=self.call("get_agent_metadata"))
+        offered = _Offer(region.buffer.device, self.call("get_agent_metadata"))
+        return Grant(address=region.buffer.address, offer=msgspec.msgpack.encode(offered))
 
     def register(self, region: Region) -> None:
         """Known to NIXL from now on."""
@@ -81,15 +90,23 @@ class NixlBackend:
         with self._lock:
             try:
                 return getattr(self._made(), method)(*args)
-            except (RuntimeError, ValueError) as error:
+            except self._errors as error:
                 raise LinkUnavailable(f"NIXL: {type(error).__name__}: {error}") from None
 
     def _made(self) -> Any:
         if self._agent is None:
             api = _api()
+            # Its errors have no base of their own.
+            named = (
+                kind for name, kind in vars(api.nixlBind).items() if name.startswith("nixl") and name.endswith("Error")
+            )
+            self._errors = (RuntimeError, ValueError, OSError, *named)
+            # Handles are released by the garbage collector, in any thread.
+            sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
             try:
-                self._agent = api.nixl_agent(secrets.token_hex(16), api.nixl_agent_config(enable_prog_thread=True))
-            except (RuntimeError, ValueError, OSError) as error:
+                config = api.nixl_agent_config(enable_prog_thread=True, sync_mode=sync)
+                self._agent = api.nixl_agent(secrets.token_hex(16), config)
+            except self._errors as error:
                 raise LinkUnavailable(f"NIXL cannot start: {error}") from None
         return self._agent
 
@@ -108,23 +125,28 @@ class NixlLink:
         self._peers: set[str] = set()
 
     def attach(self, remote: RemoteRegion) -> None:
-        if not remote.address or not remote.offer:
-            raise LinkUnavailable("the peer gave neither address nor metadata")
-        name = self._backend.call("add_remote_agent", remote.offer)
-        remote.state = name.decode() if isinstance(name, bytes) else name
-        self._peers.add(remote.state)
+        try:
+            offer = msgspec.msgpack.decode(remote.offer, type=_Offer)
+        except msgspec.MsgspecError as error:
+            raise LinkUnavailable(f"the peer's metadata is unusable: {error}") from None
+        name = self._backend.call("add_remote_agent", offer.metadata)
+        remote.state = name.decode() if isinstance(name, bytes) else name, offer.device
+        self._peers.add(remote.state[0])
 
     def prepare(self, region: Region, remote: RemoteRegion, chunk: Chunk, *, write: bool) -> _Step:
         self._backend.register(region)
         here, device = region.buffer.address, region.buffer.device
         local = [(here + at, size, device) for at, size in zip(chunk.local, chunk.lengths, strict=True)]
-        there = [(remote.address + at, size, 0) for at, size in zip(chunk.remote, chunk.lengths, strict=True)]
+        name, their_device = remote.state
+        there = [
+            (remote.address + at, size, their_device) for at, size in zip(chunk.remote, chunk.lengths, strict=True)
+        ]
         call = self._backend.call
         sides = (
             call("get_xfer_descs", local, _memory(region.card.kind)),
             call("get_xfer_descs", there, _memory(remote.card.kind)),
         )
-        return _Step(region, remote, call("initialize_xfer", "WRITE" if write else "READ", *sides, remote.state))
+        return _Step(region, remote, call("initialize_xfer", "WRITE" if write else "READ", *sides, name))
 
     def move(self, step: _Step, stop: Stop) -> None:
         with step.region.hold, step.remote.hold:
