@@ -37,15 +37,22 @@ def configure_logging(
     formatter = JsonFormatter(part, secrets) if runtime.log_format == "json" else TextFormatter(secrets)
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(formatter)
+    _leave_out_what_no_line_shows()
     logging.basicConfig(level=runtime.log_level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
+
+
+def _leave_out_what_no_line_shows() -> None:
+    """Source line, thread and process cost more per line than all the rest of it (see "Optimization" in `logging`)."""
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 class _Masking(logging.Formatter):
     """Masks secrets in the finished line."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
+        super().__init__()
         longest_first = sorted(
             {secret for secret in secrets if len(secret) >= _MIN_SECRET_CHARS}, key=len, reverse=True
         )
@@ -54,15 +61,27 @@ class _Masking(logging.Formatter):
     def mask(self, text: str) -> str:
         if self._secrets is not None:
             text = self._secrets.sub(_MASK, text)
-        return _BEARER.sub(rf"\1{_MASK}", text)
+        return _BEARER.sub(rf"\1{_MASK}", text) if "bearer" in text.lower() else text
 
 
 class TextFormatter(_Masking):
     """`12:00:00 INFO    headwater.worker: message key=value`, tracebacks on lines of their own."""
 
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        super().__init__(secrets)
+        self._second = -1
+        self._time = ""
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of the base class
-        extra = "".join(f" {name}={value}" for name, value in _extra(record).items())
-        return self.mask((super().formatMessage(record) + extra).translate(_CONTROL))
+        extra = "".join([f" {name}={value}" for name, value in _extra(record).items()])
+        line = f"{self._time_of(record)} {record.levelname:<7} {record.name}: {record.message}{extra}"
+        return self.mask(line if line.isprintable() else line.translate(_CONTROL))
+
+    def _time_of(self, record: logging.LogRecord) -> str:
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._time = second, time.strftime("%H:%M:%S", time.localtime(second))
+        return self._time
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 - the name of the base class
         return self.mask(super().formatException(ei))
