@@ -90,6 +90,15 @@ def test_linear(
     assert torch.equal(linear(kernels, x[some], weight, bias, kind), found[some]), "a row depends on its neighbours"
 
 
+@pytest.mark.parametrize("kind", [PanelKind.BF16, PanelKind.F16])
+def test_every_sixteen_bit_value_is_widened_exactly(kernels: Kernels, kind: PanelKind) -> None:
+    """Subnormal ones too; a row with a single one picks one weight of each output."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(DTYPES[kind])
+    weight = torch.where(every.isfinite(), every, 0).view(-1, 16)
+    found = linear(kernels, torch.eye(16), weight, None, kind)
+    assert torch.equal(found, weight.float().T)
+
+
 def quantised(outputs: int, inputs: int, kind: PanelKind, seed: int) -> tuple[QuantisedTensor, torch.Tensor]:
     """Random codes, and the float32 values they stand for."""
     rng, bits, group = np.random.default_rng(seed), 4 if kind is PanelKind.Q4 else 8, kind.group or 0
