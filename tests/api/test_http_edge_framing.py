@@ -31,6 +31,7 @@ REFUSED = {
     "space in a header name": (POST_HEAD + b"x a: b\r\n\r\n", 400),
     "no colon": (POST_HEAD + b"x-a\r\n\r\n", 400),
     "empty header name": (POST_HEAD + b": b\r\n\r\n", 400),
+    "compressed body": (POST_HEAD + b"content-encoding: gzip\r\ncontent-length: 1\r\n\r\nx", 415),
     "encoding identity": (POST_HEAD + b"transfer-encoding: identity\r\n\r\n", 501),
     "encoding gzip, chunked": (POST_HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501),
     "encoding chunked, gzip": (POST_HEAD + b"transfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n", 400),
@@ -123,6 +124,7 @@ ACCEPTED = {
     "IPv6 host": (b"GET / HTTP/1.1\r\nhost: [::1]:8000\r\n\r\n", b"GET / ? 0:"),
     "upgrade is ignored": (get("/u", b"connection: upgrade", b"upgrade: h2c"), b"GET /u ? 0:"),
     "upgrade with body": (post(b"hi", b"connection: upgrade", b"upgrade: h2c", path="/u"), b"POST /u ? 2:hi"),
+    "a body that says it is plain": (post(b"hi", b"content-encoding: identity", path="/i"), b"POST /i ? 2:hi"),
     "GET with a body": (b"GET /a HTTP/1.1\r\nhost: test\r\ncontent-length: 2\r\n\r\nhi", b"GET /a ? 2:hi"),
 }
 

@@ -16,6 +16,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
             answer = await client.read_answer()
             assert answer.status == 413
             assert b"50000000" in answer.body
+            assert b'"code":"request_too_large"' in answer.body
             assert b"1000" in answer.body
 
     run(main)
@@ -93,7 +94,9 @@ def test_bodies_in_arrival_are_bounded_together() -> None:
             await until(lambda: running.server._partial_bytes == 2900)
             second = await running.connect()
             await second.send(head + b"x" * 2900)
-            assert (await second.read_answer()).status == 503
+            refused = await second.read_answer()
+            assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+            assert b'"code":"overloaded"' in refused.body
             await first.send(b"x" * 100)
             assert (await first.read_answer()).status == 200
             assert running.server._partial_bytes == 0

@@ -55,7 +55,8 @@ class RouteTable:
         if route is not None:
             return route
         allowed = ", ".join(sorted(by_method))
-        reply = error_reply(405, f"{request.method} is not offered at {request.path[:200]}; {allowed} is")
+        message = f"{request.method} is not offered at {request.path[:200]}; {allowed} is"
+        reply = error_reply(405, message, code="method_not_allowed")
         return Reply(reply.status, (*reply.headers, (b"allow", allowed.encode())), reply.body)
 
     def _add(self, route: Route) -> None:

@@ -20,7 +20,7 @@ from headwater.frontend.http.base import HttpRequest
 from headwater.frontend.http.exchange import FINISHED, STREAMING, Exchange
 from headwater.frontend.http.head import BadHead
 from headwater.frontend.http.reader import BODY, HEAD, IDLE, RequestReader
-from headwater.frontend.http.replies import CONTINUE, error_reply
+from headwater.frontend.http.replies import CONTINUE, edge_reply
 
 if TYPE_CHECKING:
     from headwater.frontend.http.server import HttpServer
@@ -249,7 +249,7 @@ class Connection(asyncio.Protocol):
         request.client = self._client
         self._server.name(request)
         exchange = Exchange(self, request, keep_alive=False, http10=False)
-        exchange.refusal = error_reply(refusal.status, refusal.message, code="bad_request")
+        exchange.refusal = edge_reply(refusal.status, refusal.message)
         self._waiting.append(exchange)
         self._advance()
 

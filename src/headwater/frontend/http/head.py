@@ -52,6 +52,13 @@ def check_framing(version: str, headers: dict[bytes, bytes]) -> int:
     return -1
 
 
+def check_coding(headers: dict[bytes, bytes]) -> None:
+    """Compressed bodies are not taken: a small one could unfold to anything."""
+    coding = headers.get(b"content-encoding")
+    if coding is not None and coding.lower() not in (b"", b"identity"):
+        raise BadHead(415, "the body has a content-encoding; only plain bodies are accepted")
+
+
 def check_host(version: str, headers: dict[bytes, bytes]) -> None:
     host = headers.get(b"host")
     if host is None:

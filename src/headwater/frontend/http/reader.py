@@ -15,7 +15,7 @@ from collections.abc import Callable
 import httptools
 
 from headwater.frontend.http.base import HttpRequest
-from headwater.frontend.http.head import SINGLE_HEADERS, BadHead, check_framing, check_host, split_target
+from headwater.frontend.http.head import SINGLE_HEADERS, BadHead, check_coding, check_framing, check_host, split_target
 from headwater.frontend.http.limits import HttpLimits
 
 IDLE, HEAD, BODY = range(3)
@@ -174,6 +174,7 @@ class RequestReader:
         headers = self._headers
         length = self._length = check_framing(version, headers)
         check_host(version, headers)
+        check_coding(headers)
         if self._method == "CONNECT":
             raise BadHead(405, "this is not a proxy")
         self._path, self._query = split_target(self._method, self._target, headers.get(b"host"))

@@ -7,7 +7,15 @@ from http import HTTPStatus
 
 import msgspec
 
-from headwater.errors import HeadwaterError, RequestError, Unauthorized, Unavailable
+from headwater.errors import (
+    HeadwaterError,
+    Overloaded,
+    PayloadTooLarge,
+    RateLimited,
+    RequestError,
+    Unauthorized,
+    Unavailable,
+)
 from headwater.frontend.http.base import Headers
 
 JSON = (b"content-type", b"application/json")
@@ -16,6 +24,9 @@ STATUS_LINES: dict[int, bytes] = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+_EDGE_ERRORS: dict[int, type[HeadwaterError]] = {413: PayloadTooLarge, 429: RateLimited, 503: Overloaded}
+"""What the edge refuses for the same reasons as what stands behind it."""
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -48,6 +59,12 @@ def error_reply(status: int, message: str, *, code: str | None = None, param: st
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
     return Reply(status, (JSON,), body)
+
+
+def edge_reply(status: int, message: str) -> Reply:
+    """The answer to a message that the edge refuses."""
+    known = _EDGE_ERRORS.get(status)
+    return reply_for(known(message)) if known is not None else error_reply(status, message, code="bad_request")
 
 
 def reply_for(error: HeadwaterError) -> Reply:
