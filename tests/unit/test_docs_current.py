@@ -1,5 +1,6 @@
 """The documentation against the code: what it names exists, and what exists is named."""
 
+import argparse
 import re
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def all_flags() -> set[str]:
         while parsers:
             for action in parsers.pop()._actions:
                 flags.update(action.option_strings)
-                if action.choices and isinstance(action.choices, dict):
+                if isinstance(action, argparse._SubParsersAction):
                     parsers += list(action.choices.values())
     return flags
 
