@@ -38,6 +38,8 @@ from headwater.transfer.transfer import Order, Transfer, checksums
 from headwater.transfer.wire import MAX_NOTICE_BYTES, MAX_TAG_BYTES, Done
 
 DEFAULT_TIMEOUT_S = 30.0
+_SAMPLE_S = 1e-3
+"""The time model learns nothing from a second transfer within so long, and a sample costs as much as a small one."""
 _MAX_GENERATION = 1 << 62
 
 
@@ -64,6 +66,7 @@ class Agent:
         self.generation = _new_generation(self.clock)
         self.regions = RegionTable(name, self.generation)
         self._perf_lock = threading.Lock()
+        self._observed = float("-inf")
         self._token = b"" if self.options.key else new_token()
         self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self._backends = list(backends) if backends is not None else make_backends(self.options.backends)
@@ -241,6 +244,10 @@ class Agent:
         self._reactor.call(work)
 
     def observe(self, peer: str, moved: Moved) -> None:
+        now = self.clock.now()
+        if now - self._observed < _SAMPLE_S:
+            return
+        self._observed = now
         with self._perf_lock:
             self.perf.observe_transfer(_link_name(self.name, peer), moved.num_bytes, moved.duration_ms)
 

@@ -90,16 +90,11 @@ class Transfer:
         self._chunks: list[Chunk] | None = None
         self._plan: _Plan | None = None
         self._stop: Stop | None = None
-        self._future: Future[Moved] | None = None
+        self._state: State = "idle"
 
     def check(self) -> State:
         """How the last posting stands; never blocks."""
-        future = self._future
-        if future is None:
-            return "idle"
-        if not future.done():
-            return "moving"
-        return "done" if future.exception() is None else "failed"
+        return self._state
 
     def prepare(self) -> str:
         """Connect, choose a back-end (returned) and lay everything out, so that the first posting costs no more than
@@ -108,17 +103,17 @@ class Transfer:
 
     def post(self) -> Future[Moved]:
         """Move in the background. Raises `TransferError` while it is still moving, `Overloaded` beyond the bound."""
-        future, stop = self._begin()
+        stop = self._begin()
+        future: Future[Moved] = Future()
+        future.set_running_or_notify_cancel()
         if not self._mover.submit(lambda: self._settle(future, stop)):
-            self._future = None
+            self._state = "idle"
             raise Overloaded("too many transfers are posted: wait for some to end", retry_after_s=0.1)
         return future
 
     def run(self) -> Moved:
         """Move in this thread."""
-        future, stop = self._begin()
-        self._settle(future, stop)
-        return future.result()
+        return self._carry_out(self._begin())
 
     def cancel(self) -> None:
         """Call a posted transfer off; it ends with `TransferCancelled` soon, or done if it was too late."""
@@ -126,27 +121,31 @@ class Transfer:
         if stop is not None:
             stop.fail(TransferCancelled("called off"))
 
-    def _begin(self) -> tuple[Future[Moved], Stop]:
+    def _begin(self) -> Stop:
         with self._lock:
-            if self.check() == "moving":
+            if self._state == "moving":
                 raise TransferError("the transfer is still moving")
-            self._future = future = Future[Moved]()
+            self._state = "moving"
             self._stop = stop = Stop(self._mover.clock, self.timeout_s)
-        future.set_running_or_notify_cancel()
-        return future, stop
+        return stop
 
     def _settle(self, future: Future[Moved], stop: Stop) -> None:
         try:
-            moved = self._move(stop)
-        except TransferError as error:
-            self._report(error)
+            moved = self._carry_out(stop)
+        except BaseException as error:  # noqa: BLE001  raised again by whoever asks the future
             future.set_exception(error)
-        except BaseException as error:
-            self._report(TransferError("the other side failed"))
-            future.set_exception(error)
-            raise
         else:
             future.set_result(moved)
+
+    def _carry_out(self, stop: Stop) -> Moved:
+        try:
+            moved = self._move(stop)
+        except BaseException as error:
+            self._report(error if isinstance(error, TransferError) else TransferError("the other side failed"))
+            self._state = "failed"
+            raise
+        self._state = "done"
+        return moved
 
     def _move(self, stop: Stop) -> Moved:
         while True:
@@ -154,7 +153,7 @@ class Transfer:
             started = self._mover.clock.now()
             plan.session.outbound.guard(stop)
             try:
-                _Lanes(self._mover, plan.link, plan.steps, stop).run()
+                self._move_steps(plan, stop)
                 if self.order.checksums:
                     self._verify(plan, stop)
                 stop.check()
@@ -169,6 +168,14 @@ class Transfer:
             plan.session.outbound.send(Done(self.order.tag, self.order.payload, self.num_bytes))
         self._mover.observe(self.order.remote.agent, moved)
         return moved
+
+    def _move_steps(self, plan: _Plan, stop: Stop) -> None:
+        if plan.link.lanes > 1 and len(plan.steps) > 1:
+            _Lanes(self._mover, plan.link, plan.steps, stop).run()
+            return
+        for step in plan.steps:
+            stop.check()
+            plan.link.move(step, stop)
 
     def _ready(self, stop: Stop) -> _Plan:
         """The plan made last time if its link still stands, else a new one."""

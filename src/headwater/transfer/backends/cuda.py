@@ -164,6 +164,10 @@ class CudaBackend:
 
     def close(self) -> None:
         """The driver stays loaded, as libraries do."""
+        with self._lock:
+            locked, self._locked = self._locked, set()
+        for address in locked:
+            self.driver().unlock_pages(address)
 
 
 class _Step(NamedTuple):
