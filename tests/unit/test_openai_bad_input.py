@@ -75,7 +75,11 @@ RAW: dict[str, tuple[bytes, str]] = {
     "deep objects": (b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested more than 64 levels"),
     "moderately deep": (b'{"a":' * 80 + b"1" + b"}" * 80, "nested more than 64 levels"),
     "many containers": (b'{"a": [' + b"[1]," * 400_000 + b"1]}", "arrays and objects, at most 250,000"),
-    "many numbers": (b'{"a": [' + b"1," * 5_000_000 + b"1]}", "values, at most 4,000,000"),
+    "many names": (
+        b"{" + b",".join(b'"n%d": 1' % number for number in range(300_000)) + b"}",
+        "texts and names, at most",
+    ),
+    "many numbers": (b'{"a": [' + b"1," * 5_000_000 + b"1]}", "values, at most 2,000,000"),
     "duplicate": (b'{"model": "demo", "model": "x", "messages": []}', '"model" occurs twice'),
     "nested duplicate": (
         b'{"model": "demo", "messages": [{"role": "user", "content": "a", "content": "b"}]}',
@@ -261,6 +265,7 @@ def test_completion_fields(model: ServedModel, body: dict[str, Any], param: str 
         ("/detokenize", {"model": "demo"}, "tokens"),
         ("/detokenize", {"model": "demo", "tokens": [49_152]}, "tokens[0]"),
         ("/detokenize", {"model": "demo", "tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"model": "demo", "tokens": [1] * 8193}, "tokens"),
         ("/detokenize", {"model": "demo", "tokens": "x"}, "tokens"),
     ],
 )

@@ -25,7 +25,8 @@ Plain = dict[str, Any]
 
 _MAX_DEPTH = 64
 _MAX_CONTAINERS = 250_000
-_MAX_COMMAS = 4_000_000
+_MAX_COMMAS = 2_000_000
+_MAX_STRINGS = 250_000
 _COUNT_ABOVE_BYTES = 1_000_000
 _MAX_WARNINGS = 16
 """Looking for similar names is slow, and nobody reads more."""
@@ -94,13 +95,16 @@ def _decode_object(body: bytes) -> Plain:
 
 
 def _check_counts(body: bytes) -> None:
-    """Small pieces in huge numbers would take gigabytes as objects."""
+    """Small pieces in huge numbers would take gigabytes as objects, and hold up everything else while they are made."""
     containers = _count(body, b"[") + _count(body, b"{")
     if containers > _MAX_CONTAINERS:
         raise InvalidRequest(f"the body has about {containers:,} arrays and objects, at most {_MAX_CONTAINERS:,} fit")
     commas = _count(body, b",")
     if commas > _MAX_COMMAS:
         raise InvalidRequest(f"the body has about {commas:,} values, at most {_MAX_COMMAS:,} fit")
+    strings = (_count(body, b'"') - _count(body, b'\\"')) // 2
+    if strings > _MAX_STRINGS:
+        raise InvalidRequest(f"the body has about {strings:,} texts and names, at most {_MAX_STRINGS:,} fit")
 
 
 def _num_escaped_quotes(body: bytes) -> int:

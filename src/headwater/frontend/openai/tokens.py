@@ -1,6 +1,6 @@
 """`POST /tokenize` and `POST /detokenize`, as vLLM has them."""
 
-from headwater.errors import InvalidRequest
+from headwater.errors import ContextTooLong, InvalidRequest
 from headwater.frontend.openai.answers import DetokenizeAnswer, TokenizeAnswer
 from headwater.frontend.openai.chat import prompt_text
 from headwater.frontend.openai.model import ModelLookup, ServedModel
@@ -40,6 +40,9 @@ def detokenize(body: bytes, models: ModelLookup, *, strict: bool) -> DetokenizeA
     """The text of ids, special tokens written out. Raises `RequestError`."""
     fields = parse_body(DETOKENIZE, body, strict=strict).fields
     model = models.get(fields.model)
+    count, most = len(fields.tokens), model.card.max_model_len
+    if count > most:
+        raise ContextTooLong(f"tokens has {count:,} ids, the model's context is {most:,}", param="tokens")
     for number, token_id in enumerate(fields.tokens):
         if token_id >= model.vocab_size:
             raise InvalidRequest(
