@@ -1,10 +1,9 @@
 """What a client, or a gateway before us, says about how a request is to be routed."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingHints:
+class RoutingHints(msgspec.Struct, frozen=True):
     tenant: str = ""
     """Said by a gateway that is trusted to know."""
     salt_tenant: str = ""

@@ -1,7 +1,6 @@
 """How chat completions look on the wire, whole and streamed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -26,8 +25,7 @@ from headwater.frontend.postprocess.tools import CallArguments, CallStart, ToolE
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """What every event of an answer repeats."""
 
     id: str
@@ -36,8 +34,7 @@ class Head:
     fingerprint: str
 
 
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
+class ChatOptions(msgspec.Struct, frozen=True):
     """What the client wants to see."""
 
     usage_in_events: bool = False

@@ -1,8 +1,9 @@
 """What is needed to run one request once it has been understood."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from headwater.frontend.hints import NO_HINTS, RoutingHints
 from headwater.frontend.openai.answers import Usage
@@ -40,8 +41,7 @@ class Format(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(msgspec.Struct, frozen=True):
     """One request, ready to be sent."""
 
     request_id: str

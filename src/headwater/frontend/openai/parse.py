@@ -50,8 +50,7 @@ class Shape(Generic[RequestT]):
         return cls(struct, frozenset(struct.__struct_fields__), unsupported)
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed(Generic[RequestT]):
+class Parsed(msgspec.Struct, Generic[RequestT], frozen=True):
     fields: RequestT
     plain: Plain
     """The body as JSON objects."""

@@ -1,7 +1,8 @@
 """The part of understanding a request that chat and plain completions share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from headwater.clock import Clock
 from headwater.errors import InvalidRequest
@@ -25,13 +26,12 @@ def stream_options(fields: GenerationFields) -> StreamOptions:
 _NO_OPTIONS = StreamOptions()
 
 
-@dataclass(frozen=True, slots=True)
-class Asker:
+class Asker(msgspec.Struct, frozen=True):
     """Who asks and when: what an answer repeats, and what the head of the request adds to its body."""
 
     request_id: str
     clock: Clock
-    headers: Mapping[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+    headers: Mapping[bytes, bytes] = msgspec.field(default_factory=dict[bytes, bytes])
     tenant: str = ""
     """As a trusted gateway says."""
 

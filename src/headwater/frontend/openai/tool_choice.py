@@ -1,7 +1,6 @@
 """What `tools` and `tool_choice` ask for: what the template shows, what the sampler is forced to, how text is read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -16,8 +15,7 @@ from headwater.protocol.request import StructuredSpec
 _CHOICES = ("auto", "none", "required")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolUse:
+class ToolUse(msgspec.Struct, frozen=True):
     shown: bool = False
     """Whether the template gets the tools."""
     structured: StructuredSpec | None = None

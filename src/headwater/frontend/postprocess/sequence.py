@@ -7,6 +7,8 @@ leave. After `finish_reason` is set nothing more is produced.
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from headwater.frontend.postprocess.detokenize import Detokenizer
 from headwater.frontend.postprocess.stop import StopMatcher
 from headwater.protocol.request import SequenceOutput, TokenLogprobs
@@ -34,8 +36,7 @@ class Delta:
     """The stop string or the id of the stop token that ended the sequence; None for the model's own end."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextOptions:
+class TextOptions(msgspec.Struct, frozen=True):
     """What decides how tokens become text."""
 
     min_tokens: int = 0

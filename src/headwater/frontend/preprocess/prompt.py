@@ -6,6 +6,8 @@ that is already too long, so a prompt of any size costs time in proportion to wh
 
 from dataclasses import dataclass
 
+import msgspec
+
 from headwater.errors import ContextTooLong, InvalidRequest
 from headwater.frontend.preprocess.tokenizer import Tokenizer, unpack_ids
 from headwater.kv.identity import chain_block_ids
@@ -16,8 +18,7 @@ _BORDER_TOKENS = 16
 """A beginning may be tokenized into a few more tokens than it has inside the whole text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """Ready for the engine."""
 
     ids: bytes
