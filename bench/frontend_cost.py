@@ -21,7 +21,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from frontend_load import SIMPLE_WORDS, Load, Result, http_request, result_of, run_load, start_load
+from frontend_load import SIMPLE_WORDS, Load, Loading, Result, http_request, run_load
 from own_cluster import ClusterOptions, cluster
 from processes import cpu_s, free_port, rss_mb, running
 
@@ -111,12 +111,12 @@ def scenario_slow_readers(args: argparse.Namespace) -> Row:
         connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(readers)]
         for number, connection in enumerate(connections):
             connection.sendall(http_request(" ".join(SIMPLE_WORDS) + f" {number}", 30_000))
-        beside = start_load(Load(port, SHORT, 100, 1, 8.0))
-        while beside.poll() is None:
+        beside = Loading(Load(port, SHORT, 100, 1, 8.0))
+        while beside.process.poll() is None:
             peak = max(peak, rss_mb(pid))
             time.sleep(0.02)
         cut = sum(is_cut(connection) for connection in connections)
-        well = result_of(beside)
+        well = beside.result()
         return {
             "slow_readers": readers,
             "cut_off": cut,
@@ -148,9 +148,9 @@ def scenario_long(args: argparse.Namespace) -> Row:
         huge = " ".join(random.Random(6).choices(SIMPLE_WORDS, k=1_900_000))[:10_000_000]
         for turn in range(args.rounds):
             for name, prompt in (("alone", None), ("30,000 tokens", big), ("10 MB", huge)):
-                child = start_load(Load(port, SHORT, 100, 32, args.seconds * 2, seed=turn, keep_gaps=True))
+                child = Loading(Load(port, SHORT, 100, 32, args.seconds * 2, seed=turn, keep_gaps=True))
                 answers = beside(port, prompt, args.seconds * 2 - 1) if prompt is not None else []
-                result = result_of(child)
+                result = child.result()
                 gaps = sorted(result.gaps_ms)
                 row: Row = {f"gap_p{share}_ms": gaps[int(len(gaps) * share / 100)] for share in (50, 99, 99.9)}
                 row |= {"gap_max_ms": gaps[-1], **errors_of(result)}

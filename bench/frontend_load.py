@@ -11,6 +11,7 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -161,20 +162,24 @@ def http_request(prompt: str, max_tokens: int) -> bytes:
     return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
 
 
-def start_load(load: Load) -> "subprocess.Popen[bytes]":
-    """In a process of its own; `result_of` waits for it."""
-    return subprocess.Popen([sys.executable, __file__, json.dumps(asdict(load))], stdout=subprocess.PIPE)
+class Loading:
+    """A load in a process of its own."""
 
+    def __init__(self, load: Load) -> None:
+        self._found = tempfile.TemporaryFile()
+        self.process = subprocess.Popen([sys.executable, __file__, json.dumps(asdict(load))], stdout=self._found)
 
-def result_of(child: "subprocess.Popen[bytes]") -> Result:
-    output, _ = child.communicate()
-    if child.returncode:
-        raise SystemExit("the load generator failed")
-    return Result(**json.loads(output))
+    def result(self) -> Result:
+        """Waits for its end."""
+        if self.process.wait():
+            raise SystemExit("the load generator failed")
+        with self._found as found:
+            found.seek(0)
+            return Result(**json.load(found))
 
 
 def run_load(load: Load) -> Result:
-    return result_of(start_load(load))
+    return Loading(load).result()
 
 
 async def play(load: Load) -> Result:
