@@ -145,15 +145,14 @@ class ClusterDispatcher:
             self._pump_soon()
 
     def remove_connection(self, connection: WorkerConnection, error: HeadwaterError) -> None:
-        """Nothing goes there any more; its open streams end with an error."""
+        """Nothing goes there any more; its open streams end with an error. Addresses and the like stay in the log."""
         if self._connections.get(connection.worker_id) is connection:
             del self._connections[connection.worker_id]
         lost = [number for number, stream in self._streams.items() if stream.connection is connection]
         if lost:
-            logger.warning("worker %s was lost with %d open sequences", connection.worker_id, len(lost))
+            logger.warning("worker %s was lost with %d open sequences: %s", connection.worker_id, len(lost), error)
         for number in lost:
-            reason = f"worker {connection.worker_id} was lost while it worked on this request: {error.message}"
-            self._fail(number, WorkerLost(reason))
+            self._fail(number, WorkerLost(f"worker {connection.worker_id} was lost while it worked on this request"))
 
     def on_step(self, frame: StepFrame) -> None:
         """Outputs of one engine step. The hot loop: everything here is paid per token."""
