@@ -166,7 +166,7 @@ class Loading:
     """A load in a process of its own."""
 
     def __init__(self, load: Load) -> None:
-        self._found = tempfile.TemporaryFile()
+        self._found = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `result`
         self.process = subprocess.Popen([sys.executable, __file__, json.dumps(asdict(load))], stdout=self._found)
 
     def result(self) -> Result:
