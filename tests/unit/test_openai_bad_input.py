@@ -156,7 +156,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str | None, str]] = [
     (chat(min_p=2), "min_p", "expected a number <= 1"),
     (chat(presence_penalty=3), "presence_penalty", "expected a number <= 2"),
     (chat(frequency_penalty=-3), "frequency_penalty", "expected a number >= -2"),
-    (chat(repetition_penalty=0), "repetition_penalty", "expected a number > 0"),
+    (chat(repetition_penalty=0), "repetition_penalty", "expected a number >= 1e-06"),
     (chat(n=0), "n", "n is 0, expected an integer >= 1"),
     (chat(n=1000), "n", "n is 1000, expected an integer <= 128"),
     (chat(seed=2**70), "seed", "expected an integer <= 9223372036854775807"),

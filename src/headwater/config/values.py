@@ -139,8 +139,18 @@ def _read_bool(text: str) -> bool:
     return word in _TRUE
 
 
+def _read_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
+
+
 def _read_float(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
     if value != value or value in (float("inf"), float("-inf")):
         raise ValueError(f"{text!r} is not finite")
     return value
@@ -148,7 +158,7 @@ def _read_float(text: str) -> float:
 
 _READERS: dict[str, Callable[[str], Any]] = {
     "bool": _read_bool,
-    "int": int,
+    "int": _read_int,
     "float": _read_float,
     "str": str,
     "bytes": parse_bytes,

@@ -121,6 +121,7 @@ def test_the_last_layer_that_speaks_wins_for_every_key(
         ("workers: 1\n---\nworkers: 2", "not valid YAML"),
         ("a: \x01", "not valid YAML"),
         ("frontend:\n  port: 99999", "graph.yaml:2: frontend.port = 99999: expected a whole number from 0 to 65535"),
+        ("frontend:\n  port: '80x'", "from 0 to 65535: '80x' is not a whole number"),
         ("frontend:\n  port: yes", "frontend.port = True: expected a whole number"),
         ("frontend:\n  port: 8000.5", "expected a whole number"),
         ("frontend:\n  strict: 1", "expected true or false"),

@@ -104,7 +104,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=1e-6, le=10)] | None = None
     logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     seed: Seed | None = None
