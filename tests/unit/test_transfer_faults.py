@@ -19,6 +19,7 @@ import pytest
 from headwater.errors import (
     ConfigError,
     LinkUnavailable,
+    Overloaded,
     PeerLost,
     RegionGone,
     StaleGeneration,
@@ -544,3 +545,36 @@ def test_notices_beyond_the_bound_drop_the_oldest() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.002)
         assert [notice.tag for notice in there.notices()] == [b"2", b"3", b"4"]
+
+
+def test_two_agents_that_wait_for_each_other_still_answer() -> None:
+    """One mover each, both waiting for the other's checksums."""
+    single = AgentOptions(key=KEY, backends=("tcp",), movers=1, checksums=True)
+    with Agent("one", single) as one, Agent("other", single) as other:
+        one.add_peer(other.card())
+        other.add_peer(one.card())
+        mine, theirs = one.allocate(64 * BLOCK, block_bytes=BLOCK), other.allocate(64 * BLOCK, block_bytes=BLOCK)
+        posted = [
+            agent.read(local.blocks([number]), remote.blocks([32 + number])).post()
+            for number in range(32)
+            for agent, local, remote in ((one, mine, theirs), (other, theirs, mine))
+        ]
+        for future in posted:
+            assert future.result(BOUND_S).num_bytes == BLOCK
+
+
+def test_more_transfers_than_allowed_are_refused_at_once() -> None:
+    few = AgentOptions(key=KEY, backends=("tcp",), movers=1, max_posted=2)
+    with Agent("here", few) as here, Agent("there", options("tcp")) as there, relay(there) as (card, cut):
+        here.add_peer(card)
+        local, remote = here.allocate(BLOCK, block_bytes=BLOCK), there.allocate(BLOCK, block_bytes=BLOCK)
+        here.read(local.blocks([0]), remote.blocks([0])).run()
+        cut.set()
+        stuck = [here.read(local.blocks([0]), remote.blocks([0]), timeout_s=1.0) for _ in range(3)]
+        posted = [transfer.post() for transfer in stuck[:2]]
+        with pytest.raises(Overloaded):
+            stuck[2].post()
+        assert stuck[2].check() == "idle"
+        for future in posted:
+            with pytest.raises(TransferError):
+                future.result(BOUND_S)

@@ -87,3 +87,11 @@ def test_a_buffer_keeps_its_owner() -> None:
     made: Buffer = buffer_of(tensor)
     del tensor
     assert bytes(made.view) == bytes(range(64))
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1, 1 << 55])
+def test_memory_that_is_not_there_is_refused(num_bytes: int) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransferRefused, match="cannot allocate"):
+        allocate(num_bytes)
+    assert len(os.listdir("/proc/self/fd")) == before

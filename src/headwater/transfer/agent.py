@@ -70,6 +70,7 @@ class Agent:
         self._token = b"" if self.options.key else new_token()
         self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self._backends = list(backends) if backends is not None else make_backends(self.options.backends)
+        self._offered = [backend.name for backend in self._backends if not backend.unavailable()]
         self._reactor = Reactor(name, self.clock)
         self._inbox = Inbox(self._reactor, self.options.max_notices)
         self._movers = ThreadPoolExecutor(self.options.movers, thread_name_prefix=f"mover-{name}")
@@ -133,7 +134,7 @@ class Agent:
                 self.options.advertised_host or host,
                 port,
                 self._token,
-                [backend.name for backend in self._backends if not backend.unavailable()],
+                self._offered,
                 self.regions.cards(),
             )
         )

@@ -8,10 +8,13 @@ import ctypes
 import fcntl
 import mmap
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 from headwater.errors import TransferRefused
 
+_CGROUP = Path("/sys/fs/cgroup")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -60,15 +63,22 @@ def buffer_of(source: Any) -> Buffer:
 
 
 def allocate(num_bytes: int) -> Buffer:
-    """Zeroed memory that peers on this host can map. It vanishes with the last process that holds it."""
+    """Zeroed memory that peers on this host can map, all of it taken now: none of it can be found missing later.
+
+    It vanishes with the last process that holds it. Raises `TransferRefused` if there is not enough.
+    """
+    available = _available_bytes()
+    if not 0 < num_bytes <= available:
+        # Taking it anyway would end in the kernel killing some process.
+        raise TransferRefused(f"cannot allocate {num_bytes} bytes: {available} are available")
     fd = os.memfd_create("headwater-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, num_bytes)
+        os.posix_fallocate(fd, 0, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return _mapped(fd, num_bytes)
-    except BaseException:
+    except OSError as error:
         os.close(fd)
-        raise
+        raise TransferRefused(f"cannot allocate {num_bytes} bytes: {error.strerror}") from None
 
 
 def map_sealed(fd: int, num_bytes: int) -> Buffer:
@@ -93,6 +103,18 @@ def address_of(view: memoryview) -> int:
         return int(raw.buf or 0)
     finally:
         ctypes.pythonapi.PyBuffer_Release(ctypes.byref(raw))
+
+
+def _available_bytes() -> int:
+    """What the kernel can give without swapping or going beyond the limit of our container."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    if found is None:
+        raise TransferRefused("/proc/meminfo does not say how much memory is available")
+    available = int(found[1]) << 10
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        limit = int((_CGROUP / "memory.max").read_text())
+        available = min(available, limit - int((_CGROUP / "memory.current").read_text()))
+    return available
 
 
 def _mapped(fd: int, num_bytes: int) -> Buffer:

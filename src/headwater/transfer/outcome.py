@@ -2,12 +2,16 @@
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from headwater.clock import Clock
 from headwater.errors import PeerLost, TransferError, TransferTimeout
 from headwater.transfer.reactor import Reactor, Timer
+
+_LOOK_S = 0.2
 
 
 class Stop:
@@ -34,6 +38,17 @@ class Stop:
     @property
     def remaining_s(self) -> float:
         return max(0.0, self.deadline - self._clock.now())
+
+
+@contextmanager
+def held(lock: threading.Lock, stop: Stop) -> Iterator[None]:
+    """A lock that others may hold for as long as a peer takes to answer."""
+    while not lock.acquire(timeout=min(_LOOK_S, stop.remaining_s)):
+        stop.check()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from headwater.transfer.base import Backend, Link, RemoteRegion
 from headwater.transfer.card import AgentCard, RegionKind, decode_card
 from headwater.transfer.connection import Connection
 from headwater.transfer.greeting import Identity, Outdated, greet
-from headwater.transfer.outcome import Stop
+from headwater.transfer.outcome import Stop, held
 from headwater.transfer.sessions import Outbound
 from headwater.transfer.streams import connect, tune
 from headwater.transfer.wire import Purpose, Welcome
@@ -40,7 +40,9 @@ class Session:
         self.same_host = sock.family == socket.AF_UNIX
         self.peer_pid = _peer_pid(sock) if self.same_host else 0
         self.landmark = (welcome.landmark_address, welcome.landmark)
-        self.lock = threading.Lock()
+        self._asking = threading.Lock()
+        """Held while the peer is waited for; never by the reactor."""
+        self._closed = False
         self.links: dict[str, Link] = {}
         self.refusals: dict[str, str] = {}
         """Why a back-end does not work with this peer."""
@@ -59,7 +61,7 @@ class Session:
 
     def remote(self, backend: Backend, link: Link, region: int, stop: Stop) -> RemoteRegion:
         """A region of the peer as a back-end reaches it; asked for once."""
-        with self.lock:
+        with held(self._asking, stop):
             known = self._remotes.get((backend.name, region))
             if known is not None and not known.hold.revoked:
                 return known
@@ -88,27 +90,26 @@ class Session:
         for card in self.peer.regions:
             if card.id == region:
                 return card.kind
-        with self.lock:
+        with held(self._asking, stop):
             if region not in self._kinds:
                 self._kinds[region] = self.outbound.inspect(region, stop).kind
             return self._kinds[region]
 
     def refuse(self, backend: str, why: str) -> None:
         """It turned out not to work: the next one is taken from now on."""
-        with self.lock:
-            self.refusals[backend] = why
-            link = self.links.pop(backend, None)
+        self.refusals[backend] = why
+        link = self.links.pop(backend, None)
         if link is not None:
             link.close()
 
     def close(self) -> None:
-        with self.lock:
-            links = list(self.links.values())
-        for link in links:
+        """From any thread; does not wait."""
+        self._closed = True
+        for link in list(self.links.values()):
             link.close()
 
     def _try(self, backend: Backend, stop: Stop) -> str:
-        with self.lock:
+        with held(self._asking, stop):
             if backend.name in self.links or backend.name in self.refusals:
                 return self.refusals.get(backend.name, "")
             why = backend.unavailable()
@@ -121,6 +122,8 @@ class Session:
                     why = error.message
             if why:
                 self.refusals[backend.name] = why
+            elif self._closed:
+                self.links[backend.name].close()
             return why
 
 
@@ -208,7 +211,7 @@ class Peers:
             known = self._find(name)
         if known.card.generation != generation:
             raise StaleGeneration(f"the descriptor is of a life of {name} that is not the present one")
-        with known.lock:
+        with held(known.lock, stop):
             if known.session is None or known.session.outbound.lost is not None:
                 known.session = self._open(known.card, stop)
             return known.session

@@ -42,7 +42,7 @@ from headwater.transfer.wire import (
 
 _Reply = RemoteRegion | Inspected | SumsOf
 _LOOK_S = 0.2
-_MAX_BUSY = 64
+_MAX_SERVING = 64
 
 
 class Outbound:
@@ -144,7 +144,7 @@ class Outbound:
             if self._error is not None:
                 return
             self._error = error
-            pending, stops = list(self._pending.values()), list(self._stops)
+            pending, stops, remotes = list(self._pending.values()), list(self._stops), list(self._remotes)
         for stop in stops:
             stop.fail(error)
         for future in pending:
@@ -152,7 +152,7 @@ class Outbound:
                 future.set_exception(error)
         if self.connection is not None:
             self.connection.close()
-        for remote in self._remotes:
+        for remote in remotes:
             remote.hold.revoke(lambda remote=remote: _release(remote))  # type: ignore[misc]
 
     def _replied(self, connection: Connection, message: Attached | Inspected | SumsOf | Refused) -> None:
@@ -227,7 +227,7 @@ class Inbound:
         self._owner = owner
         self._on_lost = on_lost
         self._revocations: dict[int, list[Callable[[], None]]] = {}
-        self._busy = 0
+        self._serving = threading.BoundedSemaphore(_MAX_SERVING)
 
     def on_frame(self, connection: Connection, body: bytes) -> None:
         message = _decode(body)
@@ -306,12 +306,11 @@ class Inbound:
             try:
                 work()
             finally:
-                self._busy -= 1
+                self._serving.release()
 
-        if self._busy >= _MAX_BUSY:
+        if not self._serving.acquire(blocking=False):
             connection.send(refusal(TransferError("too many requests at once"), request))
             return
-        self._busy += 1
         self._owner.in_background(counted)
 
     def _inspect(self, connection: Connection, message: Inspect) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import select
 import socket
 import struct
-from collections.abc import Sequence
 
 from headwater.errors import PeerLost
 from headwater.transfer.outcome import Stop
@@ -123,6 +122,3 @@ def _advance(views: list[memoryview], at: int, moved: int) -> int:
     if moved:
         views[at] = views[at][moved:]
     return at
-
-
-Views = Sequence[memoryview]
