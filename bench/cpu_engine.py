@@ -6,9 +6,9 @@
 The forward pass with logits of every sequence's last row; process CPU time, medians, random tokens and block places.
 A peer is a command that takes pairs BATCH:CONTEXT and prints one JSON line per pair; bench/peers/cpu_engines.py has
 all of them in one table. `transformers` is bench/peers/transformers_cpu.py over the same file. Rounds alternate between
-engines, so that a busy host harms all alike; the table shows each one's best round. `floor` is what float32 could do on
-this machine at best, measured here: the larger of bytes over memory bandwidth and operations over the rate of a large
-product.
+engines, so that a busy host harms all alike; the table shows each one's best round. `floor`: the larger of
+bytes over the bandwidth of a long sum and operations over the rate of a large float32 product, both as torch reaches
+them here (its products may use narrower vectors than the kernels).
 """
 
 import argparse
