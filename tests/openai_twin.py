@@ -1,7 +1,7 @@
 """In-memory twins of what surrounds the OpenAI layer: a dispatcher that a test drives, a responder that records."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,10 +166,16 @@ def _entry_text(entry: dict[str, Any]) -> str:
 class Api:
     """The routes around fixed models."""
 
-    def __init__(self, *models: ServedModel, strict: bool = False, request_timeout: float = 0.0) -> None:
+    def __init__(
+        self,
+        *models: ServedModel,
+        strict: bool = False,
+        request_timeout: float = 0.0,
+        trust_tenant_header: bool = False,
+    ) -> None:
         self.models = {name: model for model in models for name in model.card.served_names}
         self.dispatcher = FakeDispatcher()
-        config = FrontendConfig(strict=strict, request_timeout=request_timeout)
+        config = FrontendConfig(strict=strict, request_timeout=request_timeout, trust_tenant_header=trust_tenant_header)
         routes = openai_routes(self, self.dispatcher, config, RealClock())
         self.handlers = {(route.method, route.path): route.handler for route in routes}
 
@@ -184,10 +190,14 @@ class Api:
         return list(dict.fromkeys(self.models.values()))
 
     async def post(
-        self, path: str, body: bytes | dict[str, Any], responder: FakeResponder | None = None
+        self,
+        path: str,
+        body: bytes | dict[str, Any],
+        responder: FakeResponder | None = None,
+        headers: Mapping[bytes, bytes] | None = None,
     ) -> FakeResponder:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = HttpRequest("POST", path, "", {}, data, "test", request_id="req1")
+        request = HttpRequest("POST", path, "", headers or {}, data, "test", request_id="req1")
         return await self._call("POST", path, request, responder or FakeResponder())
 
     async def get_path(self, path: str, template: str | None = None, **params: str) -> FakeResponder:

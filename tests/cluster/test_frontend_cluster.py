@@ -94,10 +94,15 @@ class Rig:
         return decision.worker_id if decision is not None else None
 
     def submit(
-        self, *, n: int = 1, prompt: bytes = b"\1\0\0\0" * 20, max_tokens: int = 10
+        self,
+        *,
+        n: int = 1,
+        prompt: bytes = b"\1\0\0\0" * 20,
+        max_tokens: int = 10,
+        sinks: list[Sink] | None = None,
     ) -> tuple[list[int], list[Sink]]:
         requests = [EngineRequest(0, "r1", "m", prompt, SamplingParams(max_tokens=max_tokens)) for _ in range(n)]
-        sinks = [Sink() for _ in range(n)]
+        sinks = sinks or [Sink() for _ in range(n)]
         return self.dispatcher.submit(self.models.get("m").card, requests, sinks), sinks
 
 
@@ -189,6 +194,29 @@ def test_requests_spread_over_workers_and_sequences_of_one_request_stay_together
         rig.submit(n=4)
         await until(lambda: sum(len(worker.requests) for worker in workers) == 10)
         assert sorted(len(worker.requests) for worker in workers) == [2, 2, 6]
+
+    play(scenario)
+
+
+def test_a_sink_that_cannot_take_output_is_told_and_holds_up_nobody(play) -> None:
+    class Broken(Sink):
+        def on_output(self, output: SequenceOutput) -> None:
+            raise RuntimeError("no good")
+
+    async def scenario(rig: Rig) -> None:
+        (worker,) = await rig.serving("w1")
+        streams, sinks = rig.submit(n=3, sinks=[Broken(), Sink(), Broken()])
+        await until(lambda: len(worker.requests) == 3)
+        worker.step(
+            SequenceOutput(streams[0], [5]), SequenceOutput(streams[1], [6]), SequenceOutput(streams[2], [7], "stop")
+        )
+        await until(lambda: sinks[0].error is not None and sinks[2].error is not None)
+        assert {sinks[0].error.code, sinks[2].error.code} == {"internal_error"}
+        assert sinks[1].token_ids == [6]
+        await until(lambda: worker.aborted == streams[:1])
+        worker.finish(streams[1])
+        await until(lambda: rig.dispatcher.num_streams == 0)
+        assert rig.view.workers[0].booked_sequences == 0
 
     play(scenario)
 

@@ -14,12 +14,13 @@ from headwater.protocol.events import BlocksStored
 from headwater.router.delay import Delay
 from headwater.router.policies import RoundRobin
 from headwater.router.policy import Policy
+from headwater.router.price import UNKNOWN
 from headwater.router.queue import AdmissionQueue, Outcome, Placed, QueueLimits, Refused, Ticket
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
 from headwater.router.view import Booking, ClusterView
 
-CHUNK = 8192
+CHUNK = UNKNOWN.chunk_tokens
 LIMIT = 3 * CHUNK
 """Backlog beyond which a worker is not open."""
 
@@ -190,7 +191,7 @@ PROMPT = b"".join(number.to_bytes(8, "little") + bytes(8) for number in range(1,
 
 def holder_and_other() -> tuple[Bench, Ticket, Ticket]:
     """Two closed workers, of which the one of the first ticket holds `PROMPT`."""
-    bench = Bench(2, backlog_chunks=0.1)
+    bench = Bench(2, backlog_chunks=0.4)
     bench.view.apply("w0", [BlocksStored(PROMPT)])
     tickets = [bench.submit(bench.ticket(900)) for _ in range(2)]
     holder, other = sorted(tickets, key=bench.worker_of)

@@ -1,11 +1,13 @@
 """The cluster view: who may get requests, and bookings that never leak."""
 
+import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from headwater.protocol.cluster import Instance, ModelCard
-from headwater.protocol.events import LoadReport
+from headwater.protocol.events import LoadReport, StepTiming
 from headwater.router.view import Booking, ClusterView, WorkerView
 
 
@@ -138,6 +140,18 @@ def test_bookings_of_a_lost_worker_are_void_also_when_it_comes_back() -> None:
     view.release(new)
     assert worker.load_tokens == 0
     view.check()
+
+
+def test_one_measured_step_is_enough_to_see_that_caching_saves_time() -> None:
+    view = connected_view(instance("a"), instance("b"))
+    timing = StepTiming(500, 125_000, 0, 0, 25.0)
+    view.report("a", msgspec.structs.replace(report(), timings=[timing]))
+    for worker in view.workers:
+        costs = worker.costs
+        assert costs is not None, "one model for all of a class"
+        assert costs.prefill_ms(500, 125_000) == pytest.approx(25.0, rel=0.1)
+        assert costs.prefill_ms(20, 10_000) < 15.0
+        assert costs.decode_ms(1, 500) < costs.decode_ms(100, 50_000)
 
 
 class Bookkeeping(RuleBasedStateMachine):

@@ -1,7 +1,5 @@
 """Keeps the account of routing decisions: the record that is shown, and the numbers that are counted."""
 
-from collections.abc import Iterable
-
 from headwater.errors import HeadwaterError
 from headwater.frontend.router_metrics import RouterMetrics
 from headwater.router.decisions import DecisionLog, DecisionRecord, Detour, Outcome
@@ -26,7 +24,7 @@ class DecisionJournal:
         record.outcome = "running"
         record.predicted_ttft_ms = self._router.first_token_ms(request, worker)
         record.predicted_cached_tokens = decision.cached_tokens
-        record.best_cached_tokens = max(decision.cached_tokens, _most(request))
+        record.best_cached_tokens = max(decision.cached_tokens, self._most_cached(request))
         record.knowledge = self._router.view.residency.knowledge(worker.worker_id)
         self.log.decided(record, decision)
         self._metrics.decided(record, decision.policy)
@@ -62,7 +60,12 @@ class DecisionJournal:
             if record.outcome in ("running", "waiting"):
                 record.outcome = "finished"
 
-
-def _most(request: RouteRequest) -> int:
-    held: Iterable[int] = request.cached_tokens.values()
-    return max(held, default=0)
+    def _most_cached(self, request: RouteRequest) -> int:
+        """Of workers that could have had the request."""
+        most = 0
+        for worker_id, tokens in request.cached_tokens.items():
+            if tokens > most:
+                worker = self._router.view.worker(worker_id)
+                if worker is not None and worker.eligible:
+                    most = tokens
+        return most

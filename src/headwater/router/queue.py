@@ -23,6 +23,7 @@ from typing import Literal
 from headwater.errors import DeadlineExceeded, HeadwaterError, InvalidRequest, NoWorkers, Overloaded, RateLimited
 from headwater.router.line import Key, Line, Tenant
 from headwater.router.policy import Decision, PricingPolicy
+from headwater.router.price import UNKNOWN
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
 from headwater.router.view import WorkerView
@@ -35,7 +36,6 @@ RECHECK_S = 0.1
 _WINDOW_S = 10.0
 _MOST_EXAMINED = 1024
 """Prices worked out for one placement, about."""
-_DEFAULT_CHUNK_TOKENS = 8192
 _LONGEST_RETRY_S = 60.0
 
 PriorityClass = Literal["low", "normal", "high"]
@@ -157,7 +157,7 @@ class AdmissionQueue:
     # What is open
 
     def is_open(self, worker: WorkerView) -> bool:
-        chunk_tokens = worker.instance.max_num_batched_tokens or _DEFAULT_CHUNK_TOKENS
+        chunk_tokens = worker.instance.max_num_batched_tokens or UNKNOWN.chunk_tokens
         return worker.backlog_tokens <= self.limits.backlog_chunks * chunk_tokens
 
     def waiting_by_tenant(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ from headwater.perf.model import PerfModel, StepModel
 from headwater.protocol.cluster import Instance
 from headwater.protocol.events import EventSnapshot, LoadReport, WorkerEvent
 from headwater.router.price import UNKNOWN, Occupancy, StepCosts, occupancy, prefill_pairs
+from headwater.router.prior import believe
 from headwater.router.request import RouteRequest
 from headwater.router.residency import Residency
 from headwater.types import WorkerId
@@ -314,6 +315,8 @@ class ClusterView:
         model = self.perf.steps(hardware)
         if not load.timings:
             return
+        if model.quality().num_samples == 0:
+            believe(model, load.timings[0])
         self._observations += 1
         if model.quality().num_samples > _WELL_KNOWN_SAMPLES and self._observations % _WELL_KNOWN_STRIDE:
             return
@@ -333,7 +336,7 @@ class ClusterView:
             decode_step_ms=step + decode,
             decode_sequence_ms=per_sequence,
             decode_context_token_ms=per_context,
-            chunk_tokens=max(1, chunk_tokens),
+            chunk_tokens=chunk_tokens or UNKNOWN.chunk_tokens,
             spread=self.perf.disagreement(),
         )
         self._costs[hardware] = costs
