@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import msgspec
 from rich.console import Console
@@ -134,11 +134,17 @@ def _is_ready(server: Server) -> bool:
 
 
 async def _instances(config: ServeConfig) -> list[Instance]:
-    """For the closing table alone: without an answer there is no table, and serving goes on."""
+    """For the closing table alone: what is not known in time is left out, and serving goes on.
+
+    A worker reports ready a moment before its record says so.
+    """
     registry = open_registry(config.runtime.registry or "")
-    try:
-        return await asyncio.wait_for(registry.instances(), _POLL_TIMEOUT_S)
-    except (HeadwaterError, OSError, TimeoutError):
-        return []
-    finally:
-        await registry.close()
+    found: list[Instance] = []
+    with suppress(HeadwaterError, OSError, TimeoutError):
+        async with asyncio.timeout(_POLL_TIMEOUT_S):
+            found = await registry.instances()
+            while any(instance.state == "starting" for instance in found):
+                await asyncio.sleep(_POLL_S)
+                found = await registry.instances()
+    await registry.close()
+    return found

@@ -90,7 +90,8 @@ class ServeDisplay:
 
     def on_stopping(self, reason: str) -> None:
         self.stop_live()
-        _log.info("stopping: %s (once more to stop at once)", reason)
+        short = reason.partition("; ")[0]  # what comes after has been told by `on_gave_up`
+        _log.info("stopping: %s (once more to stop at once)", short)
 
     def stop_live(self) -> None:
         if self._live is not None:

@@ -68,9 +68,11 @@ def _hub_id(model: str, revision: str | None) -> hub.HubId:
     names = catalogue()
     parsed = hub.parse_hub_id(names.get(model.lower(), model))
     if parsed is None:
+        meant = _meant(model, names)
+        listed = "`headwater models` lists the catalogue" if meant else f"Catalogue: {', '.join(sorted(names))}"
         raise ModelError(
-            f"{model!r} is neither a file, a folder, a catalogue name nor a hub id{_meant(model, names)}",
-            hint=f"Catalogue: {', '.join(sorted(names))}. Hub ids look like org/name or org/name@revision.",
+            f"{model!r} is neither a file, a folder, a catalogue name nor a hub id{meant}",
+            hint=f"{listed}. Hub ids look like org/name or org/name@revision.",
         )
     if revision is not None and parsed.revision not in (None, revision):
         raise ModelError(f"two revisions are given: {parsed.revision} in {model!r} and {revision}")
