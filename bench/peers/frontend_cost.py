@@ -11,8 +11,7 @@ that a busy host harms all alike; figures are medians over the rounds. CPU is th
     dynamo rr / kv             `--tokenizer fastokens`, its best setting
     dynamo default rr / kv     its default tokenizer
     headwater rr               round_robin
-    headwater                  least_loaded, the default policy
-    headwater delay            the policy that knows which worker holds which prefix, as Dynamo's kv does
+    headwater delay            the default policy, which knows which worker holds which prefix, as Dynamo's kv does
 
 "Own writes" has the workers pace their steps (Dynamo's ratio 1: about 6 ms; ours 6 ms), so that tokens cannot join;
 "reads" says how many pieces a stream of 100 tokens arrived in. CPU per token compares at like reads only.
@@ -83,7 +82,6 @@ SYSTEMS: dict[str, Callable[[bool, str | None], Started]] = {
     "dynamo default rr": lambda paced, log: dynamo("round-robin", "default", paced, log),
     "dynamo default kv": lambda paced, log: dynamo("kv", "default", paced, log),
     "headwater rr": lambda paced, log: headwater("round_robin", paced, log),
-    "headwater": lambda paced, log: headwater("least_loaded", paced, log),
     "headwater delay": lambda paced, log: headwater("delay", paced, log),
 }
 FIGURES = {
