@@ -14,7 +14,7 @@ from typing import Any
 from headwater.cli.http import MAX_BODY_BYTES, Server, error_message
 from headwater.cli.parser import seconds
 from headwater.cli.target import add_target, server_of
-from headwater.errors import DeadlineExceeded, HeadwaterError, WorkerLost
+from headwater.errors import DeadlineExceeded, HeadwaterError, Unavailable, WorkerLost
 
 _MAX_EVENT_BYTES = 4 * 1024 * 1024
 _POLL_S = 0.3
@@ -53,13 +53,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_server(args: argparse.Namespace) -> tuple[Server, str]:
-    """The server and the model to talk to, as soon as there are both."""
+    """The server and the model to talk to, as soon as there are both. A refusal (no key, say) is not waited out."""
     deadline = time.monotonic() + args.wait
     while True:
-        server = server_of(args, args.timeout)
         try:
+            server = server_of(args, args.timeout)
             return server, args.model or first_model(server)
-        except HeadwaterError as error:
+        except Unavailable as error:
             if args.wait and time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"not ready in time: {error.message}", hint=error.hint) from error
             if not args.wait:
@@ -71,7 +71,7 @@ def first_model(server: Server) -> str:
     try:
         return str(server.get_json("/v1/models")["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
-        raise HeadwaterError(f"{server.url}/v1/models names no model", hint="give --model") from error
+        raise Unavailable(f"{server.url}/v1/models names no model", hint="give --model") from error
 
 
 def converse(chat: "Conversation") -> int:

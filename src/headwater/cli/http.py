@@ -24,12 +24,14 @@ class Server:
         return f"{self._parts.scheme}://{self._parts.netloc}{self._prefix}"
 
     def get_json(self, path: str) -> Any:
-        """Raises `Unavailable` if nobody answers, `HeadwaterError` for anything but a JSON answer with status 200."""
+        """Raises `Unavailable` if nobody answers or the server cannot (5xx), else `HeadwaterError` for what is no
+        JSON document with status 200."""
         connection, response = self.open("GET", path)
         with closing(connection):
             body = response.read(MAX_BODY_BYTES)
         if response.status != http.client.OK:
-            raise HeadwaterError(f"{self.url}{path} answers {response.status}: {error_message(body)}")
+            kind = Unavailable if response.status >= http.client.INTERNAL_SERVER_ERROR else HeadwaterError
+            raise kind(f"{self.url}{path} answers {response.status}: {error_message(body)}")
         try:
             return json.loads(body)
         except ValueError as error:

@@ -15,13 +15,16 @@ from headwater.errors import HeadwaterError, WorkerLost
 
 
 class Scripted(http.server.BaseHTTPRequestHandler):
-    """Answers each POST with the next of `answers`: (status, body), and keeps what was asked."""
+    """Answers each POST with the next of `answers`: (status, body), and keeps what was asked; so too GET, while there
+    are `listings`."""
 
     answers: ClassVar[list[tuple[int, bytes]]] = []
+    listings: ClassVar[list[tuple[int, bytes]]] = []
     asked: ClassVar[list[dict[str, Any]]] = []
 
     def do_GET(self) -> None:
-        self._answer(200, json.dumps({"data": [{"id": "the-model"}]}).encode())
+        found = 200, json.dumps({"data": [{"id": "the-model"}]}).encode()
+        self._answer(*(self.listings.pop(0) if self.listings else found))
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
@@ -40,7 +43,7 @@ class Scripted(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    Scripted.answers, Scripted.asked = [], []
+    Scripted.answers, Scripted.asked, Scripted.listings = [], [], []
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as listening:
         thread = threading.Thread(target=listening.serve_forever)
         thread.start()
@@ -131,3 +134,21 @@ def test_figures_of_an_answer() -> None:
 
 def test_terminals_are_not_steered() -> None:
     assert printable("a\x1b[31mb\x07\n\té") == "a[31mb\n\té"
+
+
+def test_waiting_goes_on_until_there_is_a_model(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    Scripted.listings = [(503, b"not yet"), (200, b'{"data": []}')]
+    Scripted.answers = [(200, events(piece("Hello", "stop")))]
+    assert main(["chat", "--url", server.url, "--wait", "20s", "--once", "hi"]) == 0
+    assert capsys.readouterr().out.startswith("Hello")
+
+
+def test_a_refusal_is_not_waited_out(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    Scripted.listings = [(401, b'{"error": {"message": "no key was sent"}}')] * 2
+    assert main(["chat", "--url", server.url, "--wait", "1h", "--once", "hi"]) == 1
+    assert "no key was sent" in capsys.readouterr().err
+
+
+def test_waiting_for_a_serve_that_is_not_announced_yet_ends_in_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--pid", "1", "--wait", "1ms", "--once", "hi"]) == 3
+    assert "not ready in time: no `headwater serve` with process id 1" in capsys.readouterr().err
