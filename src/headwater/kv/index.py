@@ -16,17 +16,19 @@ Cost per resident block, one holder: about 130 bytes.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from struct import unpack
+from sys import byteorder
 
 from headwater.types import BLOCK_ID_BYTES, Tier, WorkerId
 
-_COUNT_BITS = 16
-_COUNT_MASK = (1 << _COUNT_BITS) - 1
+_LITTLE_ENDIAN = byteorder == "little"
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk", "peer", "object")
 
 
-def block_keys(joined: bytes) -> tuple[int, ...]:
+def block_keys(joined: bytes) -> Sequence[int]:
     """The index keys of joined block ids: the first 8 bytes of each."""
+    if _LITTLE_ENDIAN:
+        return memoryview(joined)[: len(joined) // BLOCK_ID_BYTES * BLOCK_ID_BYTES].cast("Q")[::2]
     return unpack(f"<{len(joined) // BLOCK_ID_BYTES * 2}Q", joined)[::2]
 
 
@@ -58,8 +60,8 @@ class PrefixIndex:
         self._workers: dict[int, WorkerId] = {}
         self._free_slots: list[int] = []
         self._tables: dict[Tier, _TierTable] = {tier: _TierTable() for tier in TIERS}
-        self._predicted: dict[int, int] = {}
-        """Per block, how often it is predicted on each slot: 16 bits per slot in one number."""
+        self._predicted: dict[int, int | dict[int, int]] = {}
+        """Per block, the one slot that it is predicted on once, as most are, or how often it is on which slots."""
         self._dropped = 0
 
     # Workers
@@ -133,22 +135,27 @@ class PrefixIndex:
 
     def predict(self, worker: WorkerId, keys: Iterable[int]) -> None:
         """Count these blocks as resident on the device of `worker` until `forget` is called as often."""
-        once = 1 << _COUNT_BITS * self._slots[worker]
+        slot = self._slots[worker]
         predicted = self._predicted
         for key in keys:
-            predicted[key] = predicted.get(key, 0) + once
+            known = predicted.get(key)
+            if known is None:
+                predicted[key] = slot
+            elif isinstance(known, dict):
+                known[slot] = known.get(slot, 0) + 1
+            else:
+                predicted[key] = {slot: 2} if known == slot else {known: 1, slot: 1}
 
     def forget(self, worker: WorkerId, keys: Iterable[int]) -> None:
         """Take back one `predict` of the same blocks."""
         slot = self._slots.get(worker)
         if slot is None:
             return
-        once = 1 << _COUNT_BITS * slot
         predicted = self._predicted
         for key in keys:
-            left = predicted[key] - once
-            if left:
-                predicted[key] = left
+            known = predicted[key]
+            if isinstance(known, dict):
+                self._uncount(key, known, slot, 1)
             else:
                 del predicted[key]
 
@@ -157,14 +164,22 @@ class PrefixIndex:
         slot = self._slots.get(worker)
         if slot is None:
             return
-        counts = _COUNT_MASK << _COUNT_BITS * slot
-        for key, count in list(self._predicted.items()):
-            if count & counts:
-                left = count & ~counts
-                if left:
-                    self._predicted[key] = left
-                else:
-                    del self._predicted[key]
+        for key, known in list(self._predicted.items()):
+            if isinstance(known, dict):
+                if slot in known:
+                    self._uncount(key, known, slot, known[slot])
+            elif known == slot:
+                del self._predicted[key]
+
+    def _uncount(self, key: int, counts: dict[int, int], slot: int, times: int) -> None:
+        if counts[slot] > times:
+            counts[slot] -= times
+        else:
+            del counts[slot]
+        if not counts:
+            del self._predicted[key]
+        elif len(counts) == 1 and next(iter(counts.values())) == 1:
+            self._predicted[key] = next(iter(counts))
 
     # Look-ups
 
@@ -184,8 +199,12 @@ class PrefixIndex:
     def _mask(self, keys: Sequence[int], position: int, tier: Tier) -> int:
         key = keys[position]
         mask = self._tables[tier].holders.get(key, 0)
-        if tier == "device" and self._predicted and (counts := self._predicted.get(key)):
-            mask |= _slots_counted(counts)
+        if tier == "device" and self._predicted and (known := self._predicted.get(key)) is not None:
+            if isinstance(known, dict):
+                for slot in known:
+                    mask |= 1 << slot
+            else:
+                mask |= 1 << known
         return mask
 
     def _end_of_run(self, keys: Sequence[int], start: int, mask: int, tier: Tier) -> int:
@@ -224,17 +243,11 @@ class PrefixIndex:
                 for key in blocks:
                     seen[key] = seen.get(key, 0) | 1 << slot
             assert seen == table.holders, f"{tier}: holders and blocks disagree"
-        assert all(_slots_counted(counts) for counts in self._predicted.values()), "a prediction of nobody"
-
-
-def _slots_counted(counts: int) -> int:
-    """Mask of the slots with a count that is not zero."""
-    mask = 0
-    while counts:
-        slot = ((counts & -counts).bit_length() - 1) // _COUNT_BITS
-        mask |= 1 << slot
-        counts &= ~(_COUNT_MASK << _COUNT_BITS * slot)
-    return mask
+        for known in self._predicted.values():
+            counts = known if isinstance(known, dict) else {known: 1}
+            assert counts, "a prediction of nobody"
+            assert counts.keys() <= self._workers.keys(), "a prediction for a worker that is gone"
+            assert all(count > 0 for count in counts.values()), "a prediction that does not count"
 
 
 def _bits(mask: int) -> Iterable[int]:
