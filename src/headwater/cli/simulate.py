@@ -27,6 +27,7 @@ from headwater.sim.mixes import MIXES, Mix
 from headwater.sim.page import Outcome, page
 from headwater.sim.report import COLUMNS, SimReport, cells
 from headwater.sim.run import Load, Routing, SimRun
+from headwater.sim.scenarios import SCENARIOS, Scenario
 from headwater.sim.timing import Belief, DynamoPolynomial, FittedTimes, RooflineTimes, StepTimes
 
 _DEFAULT_BLOCKS = 16_384
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     load.add_argument("--trace", type=Path, action="append", default=[], help="Mooncake JSONL or Azure CSV (.gz)")
     load.add_argument("--mix", action="append", default=[], metavar="NAME", help=f"synthetic: {', '.join(MIXES)}")
+    load.add_argument("--scenario", choices=sorted(SCENARIOS), help="load, cluster and policies by one name")
     load.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
     load.add_argument("--speed", type=float, action="append", default=[], metavar="X", help="arrivals X times faster")
     load.add_argument("--closed", type=int, action="append", default=[], metavar="N", help="closed loop, N per worker")
@@ -78,6 +80,7 @@ def _add_conditions(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    scenario = _staged(args) if args.scenario else None
     runs = list(_runs(args))
     if args.html:
         _check_writable(args.html)
@@ -86,6 +89,9 @@ def run(args: argparse.Namespace) -> int:
         console = Console()
         for _, group in groupby([report for report, _ in outcomes], key=_cell):
             console.print(_table(list(group)))
+        if scenario is not None:
+            lines = scenario.comparison([report for report, _ in outcomes])
+            console.print("\n".join([scenario.summary, *lines, scenario.published]), highlight=False)
     if args.html:
         args.html.write_text(page(outcomes), encoding="utf-8")
     return 0
@@ -139,6 +145,17 @@ def _cell(report: SimReport) -> tuple[str, int, str]:
 
 
 # -- from flags to runs
+
+
+def _staged(args: argparse.Namespace) -> Scenario:
+    """Let a scenario speak for the flags of load, cluster and router."""
+    if args.trace or args.mix or args.speed or args.closed or args.workers or args.device or args.policy:
+        raise ConfigError(f"--scenario {args.scenario} brings its own load, cluster and policies")
+    scenario = SCENARIOS[args.scenario]
+    args.speed, args.closed, args.workers = [*scenario.speeds], [*scenario.closed], [scenario.workers]
+    args.device, args.model, args.tensor_parallel_size = scenario.device, scenario.model, scenario.tensor_parallel
+    args.policy = [scenario.baseline, scenario.policy]
+    return scenario
 
 
 def _runs(args: argparse.Namespace) -> Iterator[SimRun]:
@@ -196,6 +213,9 @@ def _conditions(args: argparse.Namespace) -> Conditions:
 
 
 def _loads(args: argparse.Namespace) -> Iterator[Load]:
+    if args.scenario:
+        yield Load(SCENARIOS[args.scenario].mix, args.block_size, args.limit, args.seed)
+        return
     for path in args.trace:
         yield Load(path, args.block_size, args.limit)
     for name in args.mix if args.trace or args.mix else ["rag"]:

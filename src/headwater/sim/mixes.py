@@ -25,7 +25,7 @@ class Mix:
     """Sessions of several turns, each on top of one of a few shared system prompts.
 
     Lengths are drawn from a log-normal distribution around the means, sessions arrive as a Poisson process, turns
-    follow after an exponential think time. System prompts are unequally popular (Pareto).
+    follow after an exponential think time.
     """
 
     name: str
@@ -39,22 +39,32 @@ class Mix:
     think_s: float
     document_tokens: int = 0
     """Private to a session, in its first turn."""
+    skew: float = 2.0
+    """How unequally popular system prompts are: the n-th is asked for in proportion to n^-skew."""
 
     def requests(self, block_size: int, seed: int = 0) -> list[SimRequest]:
         """All turns of all sessions, in order of arrival."""
         random = Random(f"{self.name}/{seed}")
+        systems = self._systems(random)
         requests: list[SimRequest] = []
         start_s = 0.0
         for session in range(self.num_sessions):
             start_s += random.expovariate(self.sessions_per_s)
-            requests += self._session(random, session, start_s, block_size)
+            requests += self._session(random, session, systems[session], start_s, block_size)
         return sorted(requests, key=lambda request: request.at_s)
 
-    def _session(self, random: Random, session: int, start_s: float, block_size: int) -> Iterator[SimRequest]:
+    def _systems(self, random: Random) -> list[int]:
+        """Of each session, the number of its system prompt."""
+        numbers = range(max(1, self.num_system_prompts))
+        weights = [(number + 1.0) ** -self.skew for number in numbers]
+        return random.choices(numbers, weights, k=self.num_sessions)
+
+    def _session(
+        self, random: Random, session: int, system: int, start_s: float, block_size: int
+    ) -> Iterator[SimRequest]:
         text = _Conversation(block_size)
         token = _FIRST_SESSION_TOKEN + session * _TOKENS_PER_SESSION
         if self.num_system_prompts:
-            system = min(int(random.paretovariate(1.0)) - 1, self.num_system_prompts - 1)
             text.append(_FIRST_SYSTEM_TOKEN + system, self.system_tokens)
         if self.document_tokens:
             text.append(token, _length(random, self.document_tokens))

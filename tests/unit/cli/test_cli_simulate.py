@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from random import Random
 
@@ -9,6 +10,7 @@ from rich.cells import cell_len
 from headwater.cli.main import main
 from headwater.perf.model import PerfModel, StepShape
 from headwater.sim.mixes import MIXES
+from headwater.sim.scenarios import SCENARIOS
 
 FIELDS = {
     "trace",
@@ -150,6 +152,7 @@ def test_disturbances_reach_the_run(capsys: pytest.CaptureFixture[str]) -> None:
         (["--prefill-error", "0.3"], "--known-times"),
         (["--max-num-batched-tokens", "10"], "leaves no room"),
         (["--late", "8"], "--late 8"),
+        (["--scenario", "headline", "--workers", "4"], "brings its own load"),
         (["--jobs", "0"], "at least 1"),
     ],
 )
@@ -160,3 +163,13 @@ def test_mistakes_are_explained(argv: list[str], says: str, capsys: pytest.Captu
 def test_every_mix_can_be_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [part for name in MIXES for part in ("--mix", name)]
     assert [one["trace"] for one in objects(capsys, *argv, "--limit", "30")] == list(MIXES)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenarios_end_with_ours_against_the_baseline(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--scenario", name, "--limit", "120"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    scenario = SCENARIOS[name]
+    for mode in [*[f"x{speed:g}" for speed in scenario.speeds], *[f"closed{number}" for number in scenario.closed]]:
+        assert re.search(rf"{mode}: [\d.]+x throughput, TTFT [\d.]+x shorter, reuse \d+% -> \d+%", out)
+    assert scenario.published in out
