@@ -3,6 +3,7 @@
 Not a test. Speaks the real child protocol through `headwater.deploy.child`.
 """
 
+import logging
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ def behave(kind: str, config: ServeConfig, index: int, reporter: Reporter) -> in
     name = f"{kind}-{index}"
     behaviour = dict(word.split("=") for word in (config.engine.model or "").split(",") if word).get(name, "ok")
     print(f"{name} pid {os.getpid()} keys {len(config.frontend.api_key)}")
+    logging.getLogger("fake").warning("%s has the key %s", name, ", ".join(config.frontend.api_key))
     reporter.progress(Progress("load", 1, 2, "bytes"))
     match behaviour:
         case "config-error":

@@ -226,6 +226,7 @@ def test_secrets_are_neither_on_command_lines_nor_in_environments(monkeypatch: p
         for pid in graph.supervisor.pids().values():
             assert b"very-secret" not in visible(pid)
         assert any("keys 1" in line for line in graph.seen.logs[W0]), "the child must have got the key"
+        assert any("has the key ***" in line for line in graph.seen.logs[W0]), "and not log it"
         graph.supervisor.stop()
         await graph.finish()
 

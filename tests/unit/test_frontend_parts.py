@@ -23,9 +23,9 @@ from headwater.errors import (
 from headwater.frontend import policies
 from headwater.frontend.artifacts import MAX_ARTIFACT_BYTES, ArtifactCache, verify
 from headwater.frontend.auth import ApiKeys
+from headwater.frontend.histogram import Histogram
 from headwater.frontend.http.base import HttpRequest
 from headwater.frontend.http.replies import Reply
-from headwater.frontend.histogram import Histogram
 from headwater.frontend.metrics import FrontendMetrics
 from headwater.frontend.policies import load_policy
 from headwater.frontend.records import OpenRequests, trace_id

@@ -70,6 +70,7 @@ class Streams(RuleBasedStateMachine):
         assert len(self.table) == len(self.model)
         listed = {(peer, stream) for peer, streams in self.table.open_streams().items() for stream in streams}
         assert listed == set(self.model)
+        assert set(self.table.open_streams()) == {peer for peer, _ in self.model}, "nothing is kept of who has gone"
 
 
 TestStreams = Streams.TestCase

@@ -19,6 +19,7 @@ class LoadReporter:
         self._publish = publish
         self._interval_s = interval_s
         self._newest: LoadReport | None = None
+        self._sent: LoadReport | None = None
         self._timings: deque[StepTiming] = deque(maxlen=MAX_TIMINGS)
         self._last = -interval_s
         self._timer: asyncio.TimerHandle | None = None
@@ -35,16 +36,21 @@ class LoadReporter:
         else:
             self._timer = loop.call_later(wait_s, self._send, loop)
 
+    def repeat(self) -> None:
+        """What goes with a report has changed: send the last one again, if no newer one is about to be sent."""
+        if self._sent is not None and self._timer is None:
+            self.offer(self._sent)
+
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._newest = None
 
     def _send(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
         self._last = loop.time()
         report, self._newest = self._newest, None
         if report is not None:
+            self._sent = msgspec.structs.replace(report, timings=[])
             self._publish(msgspec.structs.replace(report, timings=list(self._timings)))
         self._timings.clear()
