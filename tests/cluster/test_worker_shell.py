@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -181,6 +182,19 @@ def test_a_stream_number_is_used_once_at_a_time() -> None:
             assert client.tokens(1) == [0, 1]
 
     run_leak_checked(check())
+
+
+def test_requests_are_found_in_the_debug_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with world() as it:
+            await it.ready()
+            client = await it.client()
+            client.link.send(Submit([request(7)]))
+            await eventually(lambda: client.ended(7) == "length", "the end")
+
+    with caplog.at_level(logging.DEBUG, logger="headwater.worker.shell"):
+        run_leak_checked(check())
+    assert [vars(record)["request_id"] for record in caplog.records if record.getMessage() == "accepted"] == ["r7"]
 
 
 def test_abort_reaches_the_engine_and_ends_the_output() -> None:

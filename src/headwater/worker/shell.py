@@ -219,6 +219,9 @@ class WorkerShell:
         if refused:
             self._listener.send(peer, StepFrame(refused))
         if accepted:
+            if _log.isEnabledFor(logging.DEBUG):
+                for request in accepted:
+                    _log.debug("accepted", extra={"request_id": request.request_id, "stream": request.stream})
             self._engine.submit(accepted)
 
     def _abort(self, handles: Sequence[int]) -> None:
