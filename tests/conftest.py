@@ -1,8 +1,11 @@
 """Models for tests: the real demo model and tiny ones with random weights. torch is imported only where one is used."""
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 from headwater.errors import ModelError
@@ -10,6 +13,18 @@ from headwater.weights import ResolvedModel, resolve
 
 if TYPE_CHECKING:
     from model_fixtures import TinyModel
+
+
+# How long an example takes is the machine's affair.
+hypothesis.settings.register_profile("headwater", deadline=None)
+hypothesis.settings.load_profile("headwater")
+
+
+@pytest.fixture
+def run_folder() -> Iterator[Path]:
+    """A private folder with a short path, for sockets: pytest's own are longer than a socket's name may be."""
+    with tempfile.TemporaryDirectory(prefix="hw-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -80,13 +80,13 @@ Scenario = Callable[[Path, ScriptedWorker], Awaitable[None]]
 
 
 @pytest.fixture
-def play(tmp_path: Path, demo_model: ResolvedModel) -> Callable[[Scenario], None]:
+def play(run_folder: Path, demo_model: ResolvedModel) -> Callable[[Scenario], None]:
     """Runs a scenario beside one registered worker."""
 
     def run(scenario: Scenario) -> None:
         async def main() -> None:
-            registry = FileRegistry(tmp_path / "registry")
-            planes = ZmqPlanes(IpcEndpoints(tmp_path / "s"))
+            registry = FileRegistry(run_folder / "registry")
+            planes = ZmqPlanes(IpcEndpoints(run_folder / "s"))
             contents = demo_artifacts(demo_model)
             card = msgspec.structs.replace(
                 demo_card(demo_model), name="bench", served_names=["bench"], artifacts=artifacts_of(contents)
@@ -94,7 +94,7 @@ def play(tmp_path: Path, demo_model: ResolvedModel) -> Callable[[Scenario], None
             worker = ScriptedWorker("w1", planes, card, contents)
             await worker.start(registry)
             try:
-                await scenario(tmp_path, worker)
+                await scenario(run_folder, worker)
             finally:
                 await worker.close()
                 await registry.close()

@@ -105,9 +105,9 @@ async def setting(folder: Path) -> AsyncIterator[Setting]:
 
 
 @pytest.mark.usefixtures("demo_model")
-def test_a_killed_worker_costs_its_own_streams_an_error_and_nobody_else_anything(tmp_path: Path) -> None:
+def test_a_killed_worker_costs_its_own_streams_an_error_and_nobody_else_anything(run_folder: Path) -> None:
     async def main() -> None:
-        async with setting(tmp_path) as it:
+        async with setting(run_folder) as it:
             victim, survivor = [await it.add_worker() for _ in range(2)]
             await until(lambda: it.frontend.models.ready, 30)
             streams = [asyncio.ensure_future(it.stream()) for _ in range(16)]
@@ -128,9 +128,9 @@ def test_a_killed_worker_costs_its_own_streams_an_error_and_nobody_else_anything
 
 
 @pytest.mark.usefixtures("demo_model")
-def test_a_worker_that_is_told_to_leave_costs_nobody_anything(tmp_path: Path) -> None:
+def test_a_worker_that_is_told_to_leave_costs_nobody_anything(run_folder: Path) -> None:
     async def main() -> None:
-        async with setting(tmp_path) as it:
+        async with setting(run_folder) as it:
             leaver, stayer = [await it.add_worker() for _ in range(2)]
             await until(lambda: it.frontend.models.ready, 30)
             streams: list[asyncio.Future[str]] = []
@@ -147,9 +147,9 @@ def test_a_worker_that_is_told_to_leave_costs_nobody_anything(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("demo_model")
-def test_a_stopped_worker_is_given_up_and_taken_back_when_it_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_worker_is_given_up_and_taken_back_when_it_goes_on(run_folder: Path) -> None:
     async def main() -> None:
-        async with setting(tmp_path) as it:
+        async with setting(run_folder) as it:
             frozen, awake = [await it.add_worker() for _ in range(2)]
             await until(lambda: it.frontend.models.ready, 30)
             streams = [asyncio.ensure_future(it.stream()) for _ in range(8)]

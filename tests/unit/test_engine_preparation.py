@@ -104,6 +104,8 @@ def test_aborted_meanwhile_it_is_neither_admitted_nor_told() -> None:
         engine.submit([structured(1), structured(2), structured(3)])
         await eventually(lambda: executor.prepared == [1], "the first is under way")
         engine.abort([1, 2])
+        for _ in range(3):
+            await asyncio.sleep(0)  # a cancellation reaches the thread's queue in a later turn of the loop
         executor.gate.set()
         await eventually(lambda: recorder.ended(3), "the third ends")
         assert executor.prepared == [1, 3]
