@@ -5,7 +5,7 @@ instead of in runs, and white space before a number taken whole, as it is the en
 same; whoever uses the result compares.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -16,10 +16,11 @@ _PATTERN: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s
 def folded(tokenizer_json: str) -> str | None:
     """The file with the two steps as one; None for a file without them."""
     try:
-        document: dict[str, Any] = msgspec.json.decode(tokenizer_json, type=dict[str, Any])
+        document = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])  # vocabularies are large as objects
+        steps = msgspec.json.decode(document.get("pre_tokenizer", b"null"))
     except msgspec.DecodeError:
         return None
-    match document.get("pre_tokenizer"):
+    match steps:
         case {"type": "Sequence", "pretokenizers": [first, {"type": "ByteLevel", **options}]} if first == _SPLIT_DIGITS:
             if not options.get("use_regex", True) or options.get("add_prefix_space", True):
                 return None
@@ -27,5 +28,5 @@ def folded(tokenizer_json: str) -> str | None:
             return None
     split = {"type": "Split", "pattern": {"Regex": _PATTERN}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", **options, "use_regex": False}
-    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
-    return msgspec.json.encode(document).decode()
+    steps["pretokenizers"] = [split, byte_level]
+    return msgspec.json.encode({**document, "pre_tokenizer": steps}).decode()
