@@ -18,6 +18,7 @@ from rich.table import Table
 from headwater.cli.parser import advanced, seconds
 from headwater.errors import ConfigError
 from headwater.frontend.policies import load_policy
+from headwater.perf.aiconfigurator import ENGINES, SYSTEMS, SiliconSteps
 from headwater.perf.model import PerfState, StepModel
 from headwater.perf.roofline import DEVICES, MODELS, Roofline
 from headwater.router.policies import BUILTIN
@@ -28,7 +29,7 @@ from headwater.sim.page import Outcome, page
 from headwater.sim.report import COLUMNS, SimReport, cells
 from headwater.sim.run import Load, Routing, SimRun
 from headwater.sim.scenarios import SCENARIOS, Scenario
-from headwater.sim.timing import Belief, DynamoPolynomial, FittedTimes, RooflineTimes, StepTimes
+from headwater.sim.timing import Belief, DynamoPolynomial, FittedTimes, RooflineTimes, SiliconTimes, StepTimes
 
 _DEFAULT_BLOCKS = 16_384
 
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--device", metavar="NAME", help=f"step times by arithmetic: {', '.join(DEVICES)}")
     cluster.add_argument("--model", metavar="NAME", default="llama-3.1-70b-fp8", help=f"one of {', '.join(MODELS)}")
     cluster.add_argument("--tensor-parallel-size", type=int, default=1)
+    cluster.add_argument("--silicon", choices=ENGINES, help="step times of --device from measurements under an engine")
     cluster.add_argument("--fitted", type=Path, metavar="FILE", help="step times learned by a real cluster (JSON)")
     cluster.add_argument("--num-kv-blocks", type=int, help="per worker; default: 16,384, or what the hardware holds")
     cluster.add_argument("--block-size", type=int, default=64)
@@ -231,6 +233,11 @@ def _mix(name: str) -> Mix:
 def _times(args: argparse.Namespace) -> StepTimes:
     if args.fitted:
         return FittedTimes(_fitted(args.fitted))
+    if args.silicon:
+        if not args.device:
+            raise ConfigError("--silicon needs --device", hint=f"one of {', '.join(SYSTEMS)}")
+        SiliconSteps.named(args.device, args.model, args.tensor_parallel_size, args.silicon)
+        return SiliconTimes(args.device, args.model, args.tensor_parallel_size, args.silicon)
     return RooflineTimes(_roofline(args)) if args.device else DynamoPolynomial()
 
 

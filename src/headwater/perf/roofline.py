@@ -10,6 +10,7 @@ replace them.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Protocol
 
 from headwater.errors import ConfigError
 from headwater.perf.model import StepShape
@@ -133,14 +134,18 @@ class Roofline:
         return _STEP_OVERHEAD_MS + 2 * self.model.num_layers * per_reduce_ms
 
 
-def prior_samples(roofline: Roofline, *, max_batched_tokens: int = 8192) -> list[tuple[StepShape, float]]:
+class StepPredictor(Protocol):
+    def step_ms(self, shape: StepShape) -> float: ...
+
+
+def prior_samples(steps: StepPredictor, *, max_batched_tokens: int = 8192) -> list[tuple[StepShape, float]]:
     """Steps over the range an engine runs in, with their predicted durations, for `StepModel.believe`."""
     shapes = [StepShape(decode_sequences=n, decode_context_tokens=n * c) for n in (1, 8, 32, 128) for c in (256, 8192)]
     for tokens in (64, 512, 2048, max_batched_tokens):
         for context in (tokens / 2, 8 * tokens):
             shapes.append(StepShape(tokens, tokens * context))
             shapes.append(StepShape(tokens, tokens * context, 16, 16 * 2048))
-    return [(shape, roofline.step_ms(shape)) for shape in shapes]
+    return [(shape, steps.step_ms(shape)) for shape in shapes]
 
 
 def _known(name: str, table: Iterable[str]) -> str:

@@ -1,8 +1,10 @@
 """How long a simulated engine step takes, and what a router may be made to believe of it."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
+from headwater.perf.aiconfigurator import SiliconSteps
 from headwater.perf.model import StepModel, StepShape
 from headwater.perf.roofline import Roofline
 from headwater.scheduler.plan import StepPlan
@@ -43,6 +45,24 @@ class RooflineTimes:
 
     def duration_ms(self, plan: StepPlan, used_share: float) -> float:
         return self.roofline.step_ms(plan_shape(plan))
+
+
+@dataclass(frozen=True, slots=True)
+class SiliconTimes:
+    """Named hardware and model, from measured operators. Loaded where it is used, since tables are large."""
+
+    device: str
+    model: str
+    tensor_parallel: int
+    engine: str
+
+    def duration_ms(self, plan: StepPlan, used_share: float) -> float:
+        return _silicon_steps(self).step_ms(plan_shape(plan))
+
+
+@lru_cache(maxsize=4)
+def _silicon_steps(times: SiliconTimes) -> SiliconSteps:
+    return SiliconSteps.named(times.device, times.model, times.tensor_parallel, times.engine)
 
 
 @dataclass(frozen=True, slots=True)
