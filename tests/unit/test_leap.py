@@ -172,6 +172,22 @@ def test_long_answers_are_mostly_leapt_over() -> None:
     assert steps + leaps < 0.4 * scheduler.load().steps
 
 
+def test_answers_get_the_ids_they_were_foretold() -> None:
+    """An answer of 60 tokens on a prompt of 20 fills four blocks; three ids are given, the fourth is worked out."""
+    scheduler = LeapingScheduler(limits(50, 4))
+    one = request(0, Arrival(0, 20, 0, 60))
+    scheduler.add(one, 0.0)
+    answer = bytes(range(48))
+    scheduler.foretell(0, answer)
+    log = Log()
+    while leap_towards(scheduler, log, float("inf")) or log.step(scheduler):
+        scheduler.check()
+    stored = b"".join(event.block_ids for _, event in log.events if isinstance(event, BlocksStored))
+    assert stored[: 4 * 16] == one.block_ids + answer
+    assert len(stored) == 79 // BLOCK * 16
+    assert scheduler._foretold == {}
+
+
 def test_no_leap_beyond_the_limit_nor_in_mid_step() -> None:
     scheduler = LeapingScheduler(limits(50, 4))
     assert scheduler.leap_limit() == 0

@@ -75,6 +75,14 @@ def test_a_second_request_finds_the_common_prefix() -> None:
     assert report.utilisation == pytest.approx(1.552 / 10.064)
 
 
+def test_a_next_turn_finds_the_answer_of_the_one_before() -> None:
+    first = SimRequest(0.0, 100, 93, bytes(16), answer_ids=bytes([1]) * 16 + bytes([2]) * 16)
+    again = SimRequest(9.0, 300, 1, first.block_ids + first.answer_ids + bytes([3]) * 16)
+    assert [record.cached_tokens for record in serve([first, again]).records] == [0, 192]
+    forgotten = replace(first, answer_ids=b"")
+    assert [record.cached_tokens for record in serve([forgotten, again]).records] == [0, 64]
+
+
 def test_an_arrival_during_a_leap_is_taken_in_after_the_step_under_way() -> None:
     """The first decodes alone in steps of 10 ms from 100 ms on; the second comes in mid-step."""
     result = serve(trace((0.0, 100, 51, ()), (0.234, 50, 2, ())))

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.bench.traces import TraceRow
-from headwater.kv.identity import chain_block_ids, num_shared_blocks
+from headwater.kv.identity import num_shared_blocks
 from headwater.kv.index import block_keys
 from headwater.sim.mixes import MIXES, Mix
 from headwater.sim.run import Load
-from headwater.sim.workload import GENERATED_TOKEN, SimRequest, from_trace
+from headwater.sim.workload import SimRequest, from_trace
 
 BLOCK_SIZES = [16, 48, 64, 100, 512, 700, 1024]
 """Those that divide 512 and those that do not, also greater ones."""
@@ -93,8 +93,8 @@ def test_mixes_are_valid_and_the_same_for_the_same_seed(mix: Mix) -> None:
     assert [one.at_s for one in requests] == sorted(one.at_s for one in requests)
     for one in requests:
         assert len(one.block_ids) == one.prompt_tokens // 64 * 16
-        assert one.tail is not None
-        assert len(one.tail) == one.prompt_tokens % 64 * 4
+        computed = one.prompt_tokens + one.output_tokens - 1
+        assert len(one.block_ids + one.answer_ids) == computed // 64 * 16
         assert one.output_tokens >= 1
 
 
@@ -105,8 +105,7 @@ def test_a_next_turn_continues_prompt_and_answer() -> None:
     for session in turns.values():
         assert len(session) == SMALL.turns
         for earlier, later in pairwise(session):
-            known = earlier.all_block_ids(16)
-            assert len(known) == (earlier.prompt_tokens + earlier.output_tokens - 1) // 16 * 16
+            known = earlier.block_ids + earlier.answer_ids
             assert later.prompt_tokens > earlier.prompt_tokens + earlier.output_tokens
             assert num_shared_blocks(known, later.block_ids) == len(known) // 16
 
@@ -122,16 +121,6 @@ def test_sessions_share_their_system_prompt_and_nothing_else() -> None:
         if one is not other
     }
     assert shared == {0, SMALL.system_tokens // 16}
-
-
-def test_ids_of_the_answer_are_those_an_engine_would_find() -> None:
-    tail = bytes([9, 0, 0, 0]) * 5
-    prompt = bytes(4 * 32) + tail
-    request = SimRequest(0.0, 37, 20, chain_block_ids(b"", prompt, 16), tail=tail)
-    assert request.prompt() == prompt
-    computed = prompt + bytes([GENERATED_TOKEN, 0, 0, 0]) * 19
-    assert request.all_block_ids(16) == chain_block_ids(b"", computed, 16)
-    assert SimRequest(0.0, 37, 20, request.block_ids).all_block_ids(16) == request.block_ids
 
 
 def test_a_load_reads_its_file_in_order_of_arrival(tmp_path: Path) -> None:

@@ -12,12 +12,22 @@ from collections.abc import Iterator
 from headwater.errors import InternalError
 from headwater.protocol.request import SequenceOutput, TokenLogprobs
 from headwater.scheduler.entry import Entry, State
-from headwater.scheduler.plan import StepPlan
+from headwater.scheduler.limits import SchedulerLimits
+from headwater.scheduler.plan import Sequence, StepPlan
 from headwater.scheduler.scheduler import Scheduler
+from headwater.types import BLOCK_ID_BYTES
 
 
 class LeapingScheduler(Scheduler):
-    """The production scheduler, able to leap."""
+    """The production scheduler, able to leap, and to be told what it will generate."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        super().__init__(limits)
+        self._foretold: dict[int, bytes] = {}
+
+    def foretell(self, stream: int, block_ids: bytes) -> None:
+        """Ids of the first blocks after the full ones of this sequence's prompt, which its tokens cannot tell."""
+        self._foretold[stream] = block_ids
 
     def leap_limit(self) -> int:
         """How many steps can be taken at once; 0 when the next one has to be scheduled."""
@@ -58,6 +68,20 @@ class LeapingScheduler(Scheduler):
         self._meter.generated_tokens += steps * len(entries)
         self._meter.note_step(plan, step_ms)
         self._meter.steps += steps - 1
+
+    def take_ended(self) -> list[Sequence]:
+        ended = super().take_ended()
+        for sequence in ended:
+            self._foretold.pop(sequence.stream, None)
+        return ended
+
+    def _commit_blocks(self, entry: Entry, first: int) -> None:
+        foretold = self._foretold.get(entry.stream)
+        if foretold:
+            end = entry.num_computed_tokens // self._block_size * BLOCK_ID_BYTES
+            start = entry.num_prompt_tokens // self._block_size * BLOCK_ID_BYTES
+            entry.block_ids += foretold[len(entry.block_ids) - start : max(0, end - start)]
+        super()._commit_blocks(entry, first)
 
     def _commit_decodes(
         self,

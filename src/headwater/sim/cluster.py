@@ -99,6 +99,7 @@ class _Open:
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Ticket(Ticket):
     sequence: EngineRequest
+    answer_ids: bytes
 
 
 @dataclass(slots=True)
@@ -236,7 +237,7 @@ class SimCluster:
         record = SimRecord(now, request.prompt_tokens, request.output_tokens)
         self._records.append(record)
         self._open[stream] = _Open(record)
-        ticket = _Ticket(asked, MODEL, sequence=_engine_request(stream, request))
+        ticket = _Ticket(asked, MODEL, sequence=_engine_request(stream, request), answer_ids=request.answer_ids)
         try:
             placed = self._queue.submit(ticket, now)
         except Unavailable:
@@ -260,7 +261,7 @@ class SimCluster:
         )
         is_open.record.worker = number = int(chosen.worker_id[1:])
         is_open.record.predicted_cached_tokens = cached_tokens
-        self._submit(number, ticket.sequence, now)
+        self._submit(number, ticket, now)
 
     def _refuse(self, ticket: "_Ticket", now: float) -> None:
         del self._open[ticket.sequence.stream]
@@ -284,10 +285,10 @@ class SimCluster:
         if self._config.in_flight_per_worker is not None:
             self._schedule_arrival(now)
 
-    def _submit(self, number: int, request: EngineRequest, now: float) -> None:
+    def _submit(self, number: int, ticket: "_Ticket", now: float) -> None:
         worker = self._workers[number]
         before = worker.ends_at
-        worker.submit(request, now)
+        worker.submit(ticket.sequence, ticket.answer_ids, now)
         if before is None:
             self._begin(number, now)
         elif worker.ends_at is not None and worker.ends_at != before:

@@ -1,7 +1,7 @@
 """Synthetic workloads: conversations on top of shared system prompts, with real block identity.
 
-Every piece of text (system prompt, document, question) is a run of one token that is its own, and an answer is the
-token that simulated engines generate, so that a next turn finds in the cache what an earlier one computed or generated.
+Every piece of text (system prompt, document, question, answer) is a run of one token that is its own, so that a next
+turn finds in the cache what an earlier one computed or generated, and nobody else does.
 """
 
 from array import array
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 
 from headwater.kv.identity import chain_block_ids
-from headwater.sim.workload import GENERATED_TOKEN, SimRequest
+from headwater.sim.workload import SimRequest
 from headwater.types import BLOCK_ID_BYTES, TOKEN_ID_BYTES, BlockId
 
 _FIRST_SYSTEM_TOKEN = 1 << 10
@@ -70,10 +70,14 @@ class Mix:
             text.append(token, _length(random, self.document_tokens))
         at_s = start_s
         for turn in range(1, self.turns + 1):
-            text.append(token + turn, _length(random, self.question_tokens))
+            text.append(token + 2 * turn - 1, _length(random, self.question_tokens))
             answer_tokens = _length(random, self.answer_tokens)
-            yield text.request(at_s, answer_tokens, f"{self.name}-{session}")
-            text.append(GENERATED_TOKEN, answer_tokens)
+            prompt_tokens, prompt_ids = text.num_tokens, text.ids
+            text.append(token + 2 * turn, answer_tokens - 1)
+            answer_ids = text.ids[len(prompt_ids) :]
+            # The last token of an answer is never computed, since nothing follows it.
+            text.append(token + 2 * turn, 1)
+            yield SimRequest(at_s, prompt_tokens, answer_tokens, prompt_ids, f"{self.name}-{session}", answer_ids)
             at_s += random.expovariate(1 / self.think_s) + _GENERATION_S * answer_tokens
 
 
@@ -82,20 +86,17 @@ class _Conversation:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._ids = b""
+        self.ids = b""
+        self.num_tokens = 0
         self._tail = b""
-        self._num_tokens = 0
 
     def append(self, token: int, count: int) -> None:
         tokens = self._tail + array("I", [token] * count).tobytes()
-        parent = BlockId(self._ids[-BLOCK_ID_BYTES:]) if self._ids else None
-        self._ids += chain_block_ids(b"", tokens, self._block_size, parent=parent)
+        parent = BlockId(self.ids[-BLOCK_ID_BYTES:]) if self.ids else None
+        self.ids += chain_block_ids(b"", tokens, self._block_size, parent=parent)
         full_bytes = len(tokens) // (self._block_size * TOKEN_ID_BYTES) * self._block_size * TOKEN_ID_BYTES
         self._tail = tokens[full_bytes:]
-        self._num_tokens += count
-
-    def request(self, at_s: float, output_tokens: int, session_id: str) -> SimRequest:
-        return SimRequest(at_s, self._num_tokens, output_tokens, self._ids, session_id, self._tail)
+        self.num_tokens += count
 
 
 MIXES: dict[str, Mix] = {

@@ -123,7 +123,7 @@ def shared_lru_hit_rate(requests: Iterable[SimRequest], capacity_blocks: int, bl
     cache: OrderedDict[int, None] = OrderedDict()
     hit_tokens = prompt_tokens = 0
     for request in requests:
-        keys = block_keys(request.all_block_ids(block_size))
+        keys = block_keys(request.block_ids + request.answer_ids)
         num_prompt_blocks = request.prompt_tokens // block_size
         hit = 0
         while hit < num_prompt_blocks and keys[hit] in cache:

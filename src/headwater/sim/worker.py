@@ -12,8 +12,9 @@ from headwater.scheduler.leap import LeapingScheduler
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.scheduler.plan import StepPlan, StepResult
 from headwater.sim.timing import StepTimes
-from headwater.sim.workload import GENERATED_TOKEN
 
+_WORD = 7
+"""The token that every simulated sequence generates."""
 _LEAST_LEAP = 2
 
 
@@ -51,11 +52,13 @@ class SimWorker:
         """Sequences running or waiting."""
         return self._scheduler.num_open
 
-    def submit(self, request: EngineRequest, now: float) -> None:
+    def submit(self, request: EngineRequest, answer_ids: bytes, now: float) -> None:
         """Take a request; `ends_at` may move forward. Raises what the production scheduler raises."""
         if isinstance(self._running, _Leap):
             self._cut(self._running, now)
         self._scheduler.add(request, now)
+        if answer_ids:
+            self._scheduler.foretell(request.stream, answer_ids)
 
     def begin(self, now: float) -> None:
         """Start what comes next, if there is work."""
@@ -72,7 +75,7 @@ class SimWorker:
             return
         duration_ms = self._duration_ms(plan)
         num_samples = plan.num_decode + sum([piece.samples for piece in plan.slices[plan.num_decode :]])
-        self._running = _Step(plan, StepResult([GENERATED_TOKEN] * num_samples, None, duration_ms))
+        self._running = _Step(plan, StepResult([_WORD] * num_samples, None, duration_ms))
         self.prefill_tokens += plan.num_prefill_tokens
         self.ends_at = now + duration_ms / 1000
 
@@ -108,7 +111,7 @@ class SimWorker:
         self._begin_step(leap.started_s + done * leap.step_s)
 
     def _leap(self, leap: _Leap, steps: int) -> None:
-        self._scheduler.leap(steps, GENERATED_TOKEN, leap.step_s * 1000)
+        self._scheduler.leap(steps, _WORD, leap.step_s * 1000)
         self.busy_ms += steps * leap.step_s * 1000
         self.num_steps += steps
 

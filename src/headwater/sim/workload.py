@@ -1,17 +1,11 @@
 """Simulated requests: lengths, arrival and block identity, no text."""
 
-from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from struct import pack
 
 from headwater.bench.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
-from headwater.kv.identity import chain_block_ids
-from headwater.types import BLOCK_ID_BYTES, TOKEN_ID_BYTES, BlockId
-
-GENERATED_TOKEN = 7
-"""Every simulated sequence generates this token again and again."""
-
+from headwater.types import BLOCK_ID_BYTES, TOKEN_ID_BYTES
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: multiplying by it spreads consecutive numbers evenly (Knuth)."""
@@ -26,23 +20,13 @@ class SimRequest:
     block_ids: bytes
     """Of the full blocks of the prompt."""
     session_id: str | None = None
-    tail: bytes | None = None
-    """Token ids after the last full block: what is generated then continues the chain of ids as in a real engine, so
-    that the next turn of a conversation finds the answer in the cache. None: nobody will ask for the answer."""
+    answer_ids: bytes = b""
+    """Of the blocks that the answer fills, as far as a later request may ask for them. Engines find them in the cache
+    like any other; without them nothing of the answer is found."""
 
     def prompt(self) -> bytes:
-        """Token ids of which only the tail means something."""
-        tail = self.tail or b""
-        return bytes(TOKEN_ID_BYTES * self.prompt_tokens - len(tail)) + tail
-
-    def all_block_ids(self, block_size: int) -> bytes:
-        """Of prompt and answer, as far as a later request may ask for them."""
-        if self.tail is None:
-            return self.block_ids
-        # The last token is never computed, since nothing follows it.
-        answer = array("I", [GENERATED_TOKEN]) * (self.output_tokens - 1)
-        parent = BlockId(self.block_ids[-BLOCK_ID_BYTES:]) if self.block_ids else None
-        return self.block_ids + chain_block_ids(b"", self.tail + answer.tobytes(), block_size, parent=parent)
+        """Token ids that mean nothing: blocks have their ids already."""
+        return bytes(TOKEN_ID_BYTES * self.prompt_tokens)
 
 
 def from_trace(rows: Iterable[TraceRow], block_size: int) -> Iterator[SimRequest]:
