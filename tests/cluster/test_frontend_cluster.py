@@ -164,9 +164,11 @@ def play(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
 def test_a_worker_that_appears_is_connected_its_model_built_and_served(play) -> None:
     async def scenario(rig: Rig) -> None:
         await until(lambda: rig.models.synced)
-        with pytest.raises(ModelNotFound):
+        with pytest.raises(NoWorkers):
             rig.models.get("m")
         (worker,) = await rig.serving("w1")
+        with pytest.raises(ModelNotFound, match="'n' does not exist; there is m"):
+            rig.models.get("n")
         built = rig.models.get("m")
         assert built.artifacts == ARTIFACTS
         streams, (sink,) = rig.submit()
@@ -328,7 +330,7 @@ def test_a_catalogued_model_without_workers_is_unavailable_not_unknown(play) -> 
             rig.models.get("m")
         await rig.registry.remove_model("m")
         await until(lambda: rig.models.names() == [])
-        with pytest.raises(ModelNotFound):
+        with pytest.raises(NoWorkers, match="no worker has registered a model yet"):
             rig.models.get("m")
 
     play(scenario)

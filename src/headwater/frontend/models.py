@@ -77,11 +77,10 @@ class ModelSet(Generic[ModelT]):
             raise NoWorkers("this frontend has not yet heard which models there are", retry_after_s=_RETRY_AFTER_S)
         if entry is None:
             known = sorted(self._current)
+            if not known:  # its workers may be about to come
+                raise NoWorkers("no worker has registered a model yet", retry_after_s=_RETRY_AFTER_S)
             listed = ", ".join(known[:_MAX_NAMED]) + (", ..." if len(known) > _MAX_NAMED else "")
-            raise ModelNotFound(
-                f"the model {name[:200]!r} does not exist; " + (f"there is {listed}" if known else "there is none yet"),
-                param="model",
-            )
+            raise ModelNotFound(f"the model {name[:200]!r} does not exist; there is {listed}", param="model")
         reason = self._missing(entry)
         raise NoWorkers(f"the model {name} cannot be served at the moment: {reason}", retry_after_s=_RETRY_AFTER_S)
 
