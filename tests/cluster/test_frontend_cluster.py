@@ -29,7 +29,7 @@ from headwater.frontend.metrics import FrontendMetrics
 from headwater.frontend.models import ModelSet
 from headwater.frontend.records import OpenRequests
 from headwater.protocol.cluster import CatalogueEntry, ModelCard
-from headwater.protocol.events import LoadReport
+from headwater.protocol.events import FrontendLoad, LoadReport
 from headwater.protocol.frames import ArtifactChunk
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
 from headwater.router.policies import LeastLoaded
@@ -547,8 +547,14 @@ def test_load_reports_reach_the_view(play) -> None:
         (worker,) = await rig.serving("w1")
         view = rig.view.workers[0]
         await until(lambda: view.load is not None)
+        others = FrontendLoad("fe-2", 1, 3, 500, 0.0, 2000)
         load = LoadReport(
-            num_running=3, num_waiting=1, waiting_prefill_tokens=500, kv_blocks_total=100, kv_blocks_free=40
+            num_running=3,
+            num_waiting=1,
+            waiting_prefill_tokens=500,
+            kv_blocks_total=100,
+            kv_blocks_free=40,
+            frontends=[others],
         )
         worker.publish(load)
         await until(lambda: view.load is not None and view.load.num_running == 3)

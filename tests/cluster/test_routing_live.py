@@ -402,6 +402,37 @@ def test_a_sessions_turns_stay_together(demo_model: ResolvedModel) -> None:
     uvloop.run(main())
 
 
+def test_frontends_count_with_each_others_requests(demo_model: ResolvedModel) -> None:
+    """Two frontends, two workers: what one has sent keeps the other away, until it ends or its frontend dies."""
+
+    async def main() -> None:
+        async with site(demo_model) as it:
+            await it.start_frontend()
+            for number in range(2):
+                await it.mocker(f"w{number}", mocker_speedup=1.0, mocker_decode_base_ms=20.0)
+            first, port = it.frontend, it.port
+            await it.start_frontend()
+            second, it.port = it.frontend, port
+            await until(lambda: len(it.eligible()) == 2, 30)
+            running = [asyncio.ensure_future(it.complete(prompt(n), max_tokens=400)) for n in range(6)]
+            await until(lambda: sum(worker.num_decoding for worker in first.view.workers) == 6)
+
+            def foreign(frontend: Frontend) -> int:
+                known = [worker.foreign for worker in frontend.view.workers]
+                return sum(theirs.num_sequences for theirs in known if theirs is not None)
+
+            await until(lambda: foreign(second) == 6)
+            assert foreign(first) == 0
+            own = {worker.worker_id: worker.num_decoding for worker in first.view.workers}
+            await until(lambda: {w.worker_id: w.occupy().num_decoding for w in second.view.workers} == own)
+            for future in running:
+                future.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            await until(lambda: foreign(second) == 0)
+
+    uvloop.run(main())
+
+
 def test_tenants_are_told_apart_by_key_and_only_trusted_gateways_name_them(demo_model: ResolvedModel) -> None:
     async def main() -> None:
         for trusted in (False, True):

@@ -11,9 +11,9 @@ from headwater.router.price import (
     END_TO_END,
     FIRST_TOKEN,
     UNKNOWN,
+    Occupancy,
     Placement,
     StepCosts,
-    occupancy,
     prefill_pairs,
     price,
     profile,
@@ -52,7 +52,7 @@ def test_totals_are_the_sums_of_the_parts(
     weights = profile(share)
     placement = Placement(prompt, sequences, rest, churn)
     cached = [int(part * (prompt - 1)) for _, _, part in workers]
-    occupied = [occupancy(costs, worker) for worker, costs, _ in workers]
+    occupied = [Occupancy.of(costs, worker) for worker, costs, _ in workers]
     expected = [
         sum(price(costs, weights, worker, placement, held))
         for (worker, costs, _), held in zip(workers, cached, strict=True)
@@ -63,7 +63,7 @@ def test_totals_are_the_sums_of_the_parts(
 @given(worker=busy, prompt=st.integers(2, 100_000), part=st.floats(0, 1))
 def test_what_is_cached_never_makes_a_placement_dearer(worker: Busy, prompt: int, part: float) -> None:
     cold, warm = totals(
-        END_TO_END, [occupancy(UNKNOWN, worker)] * 2, Placement(prompt, 1, 100.0, 0.5), [0, int(part * (prompt - 1))]
+        END_TO_END, [Occupancy.of(UNKNOWN, worker)] * 2, Placement(prompt, 1, 100.0, 0.5), [0, int(part * (prompt - 1))]
     )
     assert warm <= cold * (1 + 1e-12)
 

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from headwater.protocol.cluster import Instance, ModelCard
-from headwater.protocol.events import LoadReport, StepTiming
+from headwater.protocol.events import FrontendLoad, LoadReport, StepTiming
+from headwater.router.delay import Delay
+from headwater.router.request import RouteRequest
 from headwater.router.view import Booking, ClusterView, WorkerView
 
 
@@ -46,6 +48,10 @@ def report(running: int = 0, waiting: int = 0, prefill: int = 0) -> LoadReport:
         kv_blocks_total=10,
         kv_blocks_free=10,
     )
+
+
+def told(*frontends: FrontendLoad) -> LoadReport:
+    return msgspec.structs.replace(report(), frontends=list(frontends))
 
 
 def connected_view(*instances: Instance) -> ClusterView:
@@ -113,17 +119,36 @@ def test_expected_output_follows_what_answers_turn_out_to_be() -> None:
     assert view.book(worker, 10, 5).output_tokens == 5
 
 
-def test_reports_add_the_work_of_others_but_do_not_count_ours_twice() -> None:
+def test_reports_add_the_work_of_other_frontends_but_not_our_own() -> None:
     view = connected_view(instance("a"))
+    view.frontend_id = "us"
     worker = view.eligible("f1")[0]
     view.book(worker, 100, 10)
-    view.report("a", report(running=1, prefill=100))
-    assert worker.foreign_tokens == 0
-    view.report("a", report(running=2, waiting=1, prefill=700))
-    assert worker.foreign_tokens == 600 + 2 * 128
-    assert worker.load_tokens == 110 + 600 + 2 * 128
-    view.report("a", report())
-    assert worker.foreign_tokens == 0
+    ours, theirs = FrontendLoad("us", 1, 0, 100, 5050.0, 100), FrontendLoad("them", 1, 2, 600, 2e5, 1800)
+    view.report("a", told(ours))
+    assert worker.foreign is None
+    assert worker.backlog_tokens == 100
+    view.report("a", told(ours, theirs))
+    assert worker.backlog_tokens == 700
+    assert worker.load_tokens == 110 + 600 + 3 * 128
+    occupied = worker.occupy()
+    assert (occupied.num_prefilling, occupied.num_decoding) == (2, 2)
+    assert occupied.booked_context_tokens == 1900
+    view.report("a", told(ours))
+    assert worker.load_tokens == 110
+    assert worker.occupied is None
+    view.report("a", told(theirs))
+    view.set_connected("a", False)
+    assert (worker.foreign, worker.load_tokens) == (None, 0)
+
+
+def test_a_worker_that_lies_about_others_cannot_make_nonsense_of_prices() -> None:
+    view = connected_view(instance("a"), instance("b"))
+    view.report("a", told(FrontendLoad("x", -5, -5, -100, float("nan"), -1)))
+    view.report("b", told(FrontendLoad("x", 10**9, 10**9, 10**12, float("inf"), 10**15)))
+    first, second = Delay().prices(RouteRequest("f1", 100, 10), view.eligible("f1"))
+    assert first == Delay().prices(RouteRequest("f1", 100, 10), connected_view(instance("a")).eligible("f1"))[0]
+    assert first < second < float("inf")
 
 
 def test_bookings_of_a_lost_worker_are_void_also_when_it_comes_back() -> None:

@@ -199,13 +199,15 @@ class ClusterDispatcher:
         worker, asked = placed.worker, submission.request
         self._journal.decided(submission.record, asked, worker, placed.decision)
         connection = self._connection_to(worker)
-        _send(connection, submission.requests)
-        self._journal.placed(submission.record, now - submission.since)
         cached_tokens = placed.decision.cached_tokens
         for request in submission.requests:
-            stream = self._streams[request.stream]
-            self._book(stream, connection, worker, cached_tokens, now)
+            request.expected_cached_tokens = cached_tokens
             cached_tokens = asked.num_prompt_tokens  # computed once, the other sequences find it there
+        _send(connection, submission.requests)
+        self._journal.placed(submission.record, now - submission.since)
+        for request in submission.requests:
+            stream = self._streams[request.stream]
+            self._book(stream, connection, worker, request.expected_cached_tokens, now)
         stream.metrics.submitted(asked.num_prompt_tokens, len(submission.requests), now - stream.record.received)
 
     def _book(
@@ -314,6 +316,7 @@ class ClusterDispatcher:
         try:
             worker, decision = self._router.route(route, submission.model, stream.refused_by)
             connection = self._connection_to(worker)
+            request.expected_cached_tokens = decision.cached_tokens
             connection.send(Submit([request]))
         except HeadwaterError:
             return False

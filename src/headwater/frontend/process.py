@@ -78,7 +78,7 @@ class Frontend:
         self._clock = RealClock()
         self._started = self._clock.now()
         self._subscriber = planes.subscriber()
-        router = build_router(config.router)
+        router = build_router(config.router, frontend_id)
         self.view = router.view
         self.dispatcher = ClusterDispatcher(
             router,

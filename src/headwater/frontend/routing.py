@@ -14,11 +14,12 @@ from headwater.router.router import Router
 from headwater.router.view import ClusterView
 
 
-def build_router(config: RouterConfig) -> Router:
+def build_router(config: RouterConfig, frontend_id: str) -> Router:
     """Raises `ConfigError`."""
     policy = load_policy(config.router_policy, PolicySettings(config.router_decode_share))
     affinity = SessionAffinity(config.router_session_affinity, config.router_session_ttl)
-    return Router(ClusterView(max_index_blocks=config.router_index_blocks), policy, affinity)
+    view = ClusterView(max_index_blocks=config.router_index_blocks, frontend_id=frontend_id)
+    return Router(view, policy, affinity)
 
 
 def queue_limits(config: RouterConfig) -> QueueLimits:

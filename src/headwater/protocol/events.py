@@ -40,6 +40,21 @@ class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     duration_ms: float
 
 
+class FrontendLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What one frontend has at a worker, by its own reckoning, so that the others can count with it."""
+
+    frontend_id: str
+    num_prefilling: int
+    """Sequences before their first token."""
+    num_decoding: int
+    prefill_tokens: int
+    """Prompt tokens of the former that were not expected in the cache."""
+    prefill_pairs: float
+    """Tokens that these attend to, summed."""
+    context_tokens: int
+    """Prompt tokens of all its sequences."""
+
+
 class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):
     """State of one engine after a step. Idle engines repeat it about once a second as a heartbeat."""
 
@@ -58,6 +73,8 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):
     generated_tokens: int = 0
     timings: list[StepTiming] = []
     """Steps since the last report, the newest last; bounded."""
+    frontends: list[FrontendLoad] = []
+    """Those with open sequences, if more than one frontend is connected."""
 
 
 WorkerEvent = BlocksStored | BlocksRemoved | BlocksCleared | LoadReport

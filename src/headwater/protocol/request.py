@@ -74,6 +74,8 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     """Epoch seconds when the frontend accepted it."""
     session_id: str | None = None
     adapter: str | None = None
+    expected_cached_tokens: int = 0
+    """Of the prompt, as whoever chose the worker expects."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -150,21 +150,21 @@ class Occupancy(NamedTuple):
     step_ms: float
     """Time of a decode step with all its sequences in it."""
 
-
-def occupancy(costs: StepCosts, worker: Occupied) -> Occupancy:
-    tokens, pairs = worker.booked_prefill_tokens, worker.booked_prefill_pairs
-    prefilling, decoding, context = worker.num_prefilling, worker.num_decoding, worker.booked_context_tokens
-    return Occupancy(
-        costs,
-        tokens,
-        pairs,
-        prefilling,
-        decoding,
-        context,
-        worker.speed_factor,
-        costs.prefill_ms(tokens, pairs),
-        costs.decode_ms(prefilling + decoding, context),
-    )
+    @classmethod
+    def of(cls, costs: StepCosts, worker: Occupied) -> "Occupancy":
+        tokens, pairs = worker.booked_prefill_tokens, worker.booked_prefill_pairs
+        prefilling, decoding, context = worker.num_prefilling, worker.num_decoding, worker.booked_context_tokens
+        return cls(
+            costs,
+            tokens,
+            pairs,
+            prefilling,
+            decoding,
+            context,
+            worker.speed_factor,
+            costs.prefill_ms(tokens, pairs),
+            costs.decode_ms(prefilling + decoding, context),
+        )
 
 
 class Placement(NamedTuple):

@@ -1,8 +1,8 @@
 """What a router knows: the workers, their reports, and what was sent to them and has not ended.
 
 Events come in as method calls (`put`, `remove`, `connected`, `report`, and the life of bookings); nothing is asked of
-the outside. Bookings are exact and immediate for this frontend's own requests. What other frontends send shows only
-in the workers' reports; the surplus of a report over our own bookings is counted as theirs.
+the outside. Bookings are exact and immediate for this frontend's own requests. What other frontends have sent comes
+with the workers' reports, by frontend, and counts like our own in prices.
 
 Invariants: totals are the sums of the live bookings, never negative; a booking counts at most once and is void when
 its worker was lost, also if the worker comes back.
@@ -15,7 +15,8 @@ from headwater.kv.index import block_keys
 from headwater.perf.model import PerfModel, StepModel
 from headwater.protocol.cluster import Instance
 from headwater.protocol.events import EventSnapshot, LoadReport, WorkerEvent
-from headwater.router.price import UNKNOWN, Occupancy, StepCosts, occupancy, prefill_pairs
+from headwater.router.foreign import Both, Foreign, foreign_work
+from headwater.router.price import UNKNOWN, Occupancy, StepCosts, prefill_pairs
 from headwater.router.prior import believe
 from headwater.router.request import RouteRequest
 from headwater.router.residency import Residency
@@ -54,8 +55,10 @@ class WorkerView:
     """Sequences of which no token has come."""
     booked_output_tokens: int = 0
     """Expected of the sequences that have not ended."""
+    foreign: Foreign | None = None
+    """What other frontends have there, as of its last report."""
     foreign_tokens: int = 0
-    """Work of other frontends, guessed from the last report."""
+    """All of that that is yet to be computed."""
     load_tokens: int = 0
     """All of the above together: tokens that this worker has yet to compute."""
     life: int = 0
@@ -76,7 +79,8 @@ class WorkerView:
     @property
     def backlog_tokens(self) -> int:
         """Prompt tokens that it has to compute before those of a new request."""
-        return self.booked_prefill_tokens
+        foreign = self.foreign
+        return self.booked_prefill_tokens + (foreign.prefill_tokens if foreign is not None else 0)
 
     @property
     def num_decoding(self) -> int:
@@ -89,7 +93,8 @@ class WorkerView:
 
     def occupy(self) -> Occupancy:
         """`occupied`, worked out anew."""
-        self.occupied = occupancy(self.costs or UNKNOWN, self)
+        whole = self if self.foreign is None else Both(self, self.foreign)
+        self.occupied = Occupancy.of(self.costs or UNKNOWN, whole)
         return self.occupied
 
     def refresh(self) -> None:
@@ -120,7 +125,9 @@ class Booking:
 class ClusterView:
     """All workers, by id and by model."""
 
-    def __init__(self, *, max_index_blocks: int = 8_000_000) -> None:
+    def __init__(self, *, max_index_blocks: int = 8_000_000, frontend_id: str = "") -> None:
+        self.frontend_id = frontend_id
+        """What this frontend is called in workers' reports."""
         self.residency = Residency(max_index_blocks)
         self.tracks_residency = True
         """Whether block events are followed and requests looked up."""
@@ -211,10 +218,11 @@ class ClusterView:
             return
         worker.load = load
         self._learn_times(worker, load)
-        typical = self.typical_output(worker.instance.card.fingerprint)
-        foreign_sequences = max(0, load.num_running + load.num_waiting - worker.booked_sequences)
-        foreign_prefill = max(0, load.waiting_prefill_tokens - worker.booked_prefill_tokens)
-        worker.foreign_tokens = foreign_prefill + int(foreign_sequences * typical) if foreign_sequences else 0
+        worker.foreign = foreign = foreign_work(load.frontends, self.frontend_id)
+        worker.foreign_tokens = 0
+        if foreign is not None:
+            expected = foreign.num_sequences * self.typical_output(worker.instance.card.fingerprint)
+            worker.foreign_tokens = foreign.prefill_tokens + int(expected)
         worker.refresh()
 
     # -- bookings -----------------------------------------------------------------------------------------------
@@ -360,6 +368,6 @@ class ClusterView:
         worker.booked_sequences = worker.num_prefilling = worker.booked_prefill_tokens = 0
         worker.booked_context_tokens = worker.booked_kv_tokens = worker.booked_output_tokens = 0
         worker.booked_prefill_pairs = 0.0
-        worker.foreign_tokens = 0
+        worker.foreign, worker.foreign_tokens = None, 0
         worker.refresh()
         self._eligible.clear()

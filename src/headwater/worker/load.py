@@ -9,6 +9,8 @@ import msgspec
 from headwater.protocol.events import LoadReport, StepTiming
 
 REPORT_INTERVAL_S = 0.05
+SHARED_INTERVAL_S = 0.02
+"""When several frontends have to know of each other's requests."""
 MAX_TIMINGS = 256
 
 
@@ -16,8 +18,8 @@ class LoadReporter:
     """Passes on the newest report at once or after the interval; step timings of those between are kept, bounded."""
 
     def __init__(self, publish: Callable[[LoadReport], None], interval_s: float = REPORT_INTERVAL_S) -> None:
+        self.interval_s = interval_s
         self._publish = publish
-        self._interval_s = interval_s
         self._newest: LoadReport | None = None
         self._sent: LoadReport | None = None
         self._timings: deque[StepTiming] = deque(maxlen=MAX_TIMINGS)
@@ -30,7 +32,7 @@ class LoadReporter:
         if self._timer is not None:
             return
         loop = asyncio.get_running_loop()
-        wait_s = self._last + self._interval_s - loop.time()
+        wait_s = self._last + self.interval_s - loop.time()
         if wait_s <= 0:
             self._send(loop)
         else:

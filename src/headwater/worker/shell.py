@@ -29,7 +29,8 @@ from headwater.runtime.planes import Planes
 from headwater.runtime.registry.base import Lease, Registry
 from headwater.types import Role
 from headwater.worker.artifacts import ArtifactStore
-from headwater.worker.load import LoadReporter
+from headwater.worker.load import REPORT_INTERVAL_S, SHARED_INTERVAL_S, LoadReporter
+from headwater.worker.shares import FrontendShares
 from headwater.worker.streams import StreamTable
 
 _log = logging.getLogger(__name__)
@@ -62,8 +63,9 @@ class WorkerShell:
         self._config = config
         self._listener = planes.listener()
         self._publisher = planes.publisher()
-        self._load = LoadReporter(lambda report: self._publisher.publish([report]))
+        self._load = LoadReporter(self._report)
         self._streams = StreamTable()
+        self._shares = FrontendShares()
         self._artifacts = ArtifactStore([], {})
         self._lease: Lease | None = None
         self._refusing: HeadwaterError | None = Unavailable("this worker is still loading its model")
@@ -203,6 +205,8 @@ class WorkerShell:
         if handles:
             _log.info("a frontend is gone: aborting its %d streams", len(handles))
             self._abort(handles)
+        self._shares.gone(peer)
+        self._load.repeat()
 
     def _submit(self, peer: bytes, requests: list[EngineRequest]) -> None:
         accepted: list[EngineRequest] = []
@@ -215,6 +219,7 @@ class WorkerShell:
                 refused.append(_refusal(request.stream, error))
             else:
                 request.stream = handle
+                self._shares.opened(peer, handle, request)
                 accepted.append(request)
         if refused:
             self._listener.send(peer, StepFrame(refused))
@@ -223,10 +228,25 @@ class WorkerShell:
                 for request in accepted:
                     _log.debug("accepted", extra={"request_id": request.request_id, "stream": request.stream})
             self._engine.submit(accepted)
+            self._tell_shares()
 
     def _abort(self, handles: Sequence[int]) -> None:
         if handles:
             self._engine.abort(handles)
+            self._shares.closed(handles)
+            self._tell_shares()
+
+    def _tell_shares(self) -> None:
+        """Other frontends are to know what this one has sent, also while the engine's step goes on."""
+        if self._listener.num_peers > 1:
+            self._load.repeat()
+
+    def _report(self, report: LoadReport) -> None:
+        shared = self._listener.num_peers > 1
+        self._load.interval_s = SHARED_INTERVAL_S if shared else REPORT_INTERVAL_S
+        if shared:
+            report = msgspec.structs.replace(report, frontends=self._shares.loads(self._listener.frontend_id))
+        self._publisher.publish([report])
 
     def _end_open(self, error: HeadwaterError) -> None:
         """Tell frontends that what is open will not be finished here."""
@@ -237,6 +257,7 @@ class WorkerShell:
     # EngineListener
 
     def on_step(self, outputs: list[SequenceOutput]) -> None:
+        self._shares.stepped(outputs)
         for peer, routed in self._streams.route(outputs).items():
             self._listener.send(peer, StepFrame(routed))
 

@@ -68,6 +68,14 @@ class Listener:
         """Ids of the frontends connected now."""
         return [peer.frontend_id for peer in self._peers.values()]
 
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
+    def frontend_id(self, peer: bytes) -> str:
+        known = self._peers.get(peer)
+        return known.frontend_id if known is not None else ""
+
     async def listen(self, worker_id: str, on_frame: OnFrontendFrame, on_gone: OnPeerGone) -> str:
         self._loop = asyncio.get_running_loop()
         self._worker_id = worker_id
