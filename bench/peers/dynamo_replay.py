@@ -1,5 +1,6 @@
 """NVIDIA Dynamo's own offline replay beside our simulator, on the same traces and sizes.
 
+    bench/peers/setup dynamo
     python bench/peers/dynamo_replay.py conversation.jsonl.gz:4000 synthetic.jsonl.gz
     python bench/peers/dynamo_replay.py TRACE[:ROWS] ... [--workers 4 8 64] [--closed 16] [--runs 3] [--json]
 
@@ -23,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-ROOT = Path(__file__).parents[2]
+PEERS = Path(os.environ.get("PEERS", Path(__file__).parents[2] / "build/peers"))
 FIGURES = ("hit", "ttft_ms", "ttft_p99_ms", "itl_ms", "e2e_ms", "tok_s")
 BASE_WORKERS = 4
 PAIRS = {"round_robin": "round_robin", "kv_router": "dynamo"}
@@ -157,7 +158,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8, 64])
     parser.add_argument("--closed", type=int, nargs="*", default=[16], metavar="N", help="also N in flight per worker")
     parser.add_argument("--runs", type=int, default=3, help="of Dynamo's KV router per cell")
-    parser.add_argument("--dynamo-python", default=str(ROOT / ".venv-dynamo/bin/python"))
+    parser.add_argument("--dynamo-python", default=str(PEERS / "dynamo/bin/python"))
     parser.add_argument("--json", action="store_true", help="one object per line and row")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     args = parser.parse_args()
