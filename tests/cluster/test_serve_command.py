@@ -160,6 +160,7 @@ def test_two_clusters_cannot_share_a_port_by_accident(environment: dict[str, str
         (["--engine", "mokker"], "mocker"),
         (["--router-policy", "cheapest"], "least_loaded"),
         (["--registry", "memory://here"], "would not see each other"),
+        (["--workers", "900000"], "--workers 900000 and --frontends 1 take at least 34.3 TiB"),
     ],
 )
 def test_what_cannot_work_ends_at_once_with_the_reason(

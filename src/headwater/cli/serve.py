@@ -19,10 +19,12 @@ from headwater.cli.log_writer import LogWriter
 from headwater.cli.serve_display import ServeDisplay, prefix, print_ready
 from headwater.config.fields import sections_of
 from headwater.config.schema import ServeConfig
+from headwater.config.units import about_bytes
 from headwater.deploy.clusters import ClusterFolder, ClusterRecord, cluster_folder
 from headwater.deploy.local import LocalSupervisor, parts_of
 from headwater.deploy.ports import base_url, reserved_port
 from headwater.deploy.supervision import Finish
+from headwater.engines.native.host import free_memory_bytes
 from headwater.errors import ConfigError, HeadwaterError, Unavailable
 from headwater.logs import configure_logging
 from headwater.protocol.cluster import Instance
@@ -30,6 +32,8 @@ from headwater.runtime.registry.open import open_registry
 
 _log = logging.getLogger("headwater.serve")
 
+_PROCESS_BYTES = 40 * 1024 * 1024
+"""Least memory of one process, without any model."""
 _POLL_S = 0.1
 _POLL_TIMEOUT_S = 5.0
 
@@ -64,8 +68,24 @@ def check(config: ServeConfig) -> None:
         raise ConfigError(
             "--registry memory: the parts are processes and would not see each other", hint="leave it out"
         )
+    _check_memory(config)
     if not frontend.api_key and not _is_loopback(frontend.host):
         _log.warning("listening on %s without API keys: whoever reaches this host can use it", frontend.host)
+
+
+def _check_memory(config: ServeConfig) -> None:
+    """A slip in a number must not bring the host down."""
+    try:
+        free_bytes = free_memory_bytes()
+    except ConfigError:
+        return  # this system does not tell
+    least_bytes = (config.workers + config.frontends) * _PROCESS_BYTES
+    if least_bytes > free_bytes:
+        raise ConfigError(
+            f"--workers {config.workers} and --frontends {config.frontends} take at least {about_bytes(least_bytes)}, "
+            f"and {about_bytes(free_bytes)} are free",
+            hint="take fewer, or start workers on more hosts",
+        )
 
 
 def _is_loopback(host: str) -> bool:
