@@ -36,7 +36,8 @@ _DEFAULT_BLOCKS = 16_384
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
-    load.add_argument("--trace", type=Path, action="append", default=[], help="Mooncake JSONL or Azure CSV (.gz)")
+    traces = "a recorded log, Mooncake JSONL or Azure CSV (.gz)"
+    load.add_argument("--trace", type=Path, action="append", default=[], help=traces)
     load.add_argument("--mix", action="append", default=[], metavar="NAME", help=f"synthetic: {', '.join(MIXES)}")
     load.add_argument("--scenario", choices=sorted(SCENARIOS), help="load, cluster and policies by one name")
     load.add_argument("--limit", type=int, metavar="N", help="only the first N requests")

@@ -73,6 +73,13 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keepalive_timeout: Annotated[Seconds, _doc("Idle time before a kept-alive connection is closed.")] = 75.0
     request_timeout: Annotated[Seconds, _doc("Longest life of a request; 0: no limit.")] = 0.0
     tokenizer_backend: Annotated[Literal["auto", "fastokens", "tokenizers"], _doc("Tokenizer library.")] = "auto"
+    record_requests: Annotated[
+        str | None, _doc("File to log served requests in, for a replay: lengths, times, hashes of blocks, no text.")
+    ] = None
+    record_requests_size: Annotated[Bytes, _doc("Size at which that file is put aside and begun anew.")] = (
+        256 * 1024 * 1024
+    )
+    record_requests_files: Annotated[Count, _doc("How many of those put aside are kept.")] = 3
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
+from typing import Literal
 
 from headwater.clock import Clock
 from headwater.errors import Draining, HeadwaterError, InternalError, Overloaded, Unavailable, WorkerLost
@@ -21,13 +22,13 @@ from headwater.frontend.journal import DecisionJournal
 from headwater.frontend.metrics import FrontendMetrics
 from headwater.frontend.records import OpenRequests, RequestRecord
 from headwater.frontend.remote_errors import error_from
+from headwater.frontend.request_log import RequestNotes, ended_request
 from headwater.frontend.stream import Stream
 from headwater.frontend.submission import Submission
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.frames import Abort, StepFrame, Submit
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.router.decisions import DecisionLog, DecisionRecord
-from headwater.router.decisions import Outcome as End
 from headwater.router.queue import AdmissionQueue, Outcome, Placed, QueueLimits
 from headwater.router.router import Router
 from headwater.router.view import WorkerView
@@ -52,8 +53,10 @@ class ClusterDispatcher:
         *,
         limits: QueueLimits | None = None,
         max_streams: int = 65_536,
+        notes: RequestNotes | None = None,
     ) -> None:
         self.draining = False
+        self._notes = notes
         self._router = router
         self._records = records
         self._metrics = metrics
@@ -98,6 +101,8 @@ class ClusterDispatcher:
             placed = self._queue.submit(submission, now)
         except HeadwaterError as error:
             self._journal.refused(submission.record, error)
+            if self._notes is not None:
+                self._notes.note(ended_request(submission, "refused"))
             raise
         record.prompt_tokens += submission.request.num_prompt_tokens
         metrics = self._metrics.model(card.name)
@@ -326,10 +331,15 @@ class ClusterDispatcher:
         self._book(stream, connection, worker, decision.cached_tokens, now)
         return True
 
-    def _release(self, stream: Stream, num_generated: int | None, end: End) -> None:
+    def _release(
+        self, stream: Stream, num_generated: int | None, end: Literal["finished", "aborted", "failed"]
+    ) -> None:
         stream.record.output_tokens += stream.num_tokens
         waited_s = self._clock.now() - stream.submission.since
         self._journal.ended(stream.submission.record, end, stream.num_tokens, waited_s)
+        if self._notes is not None:
+            outcome = "refused" if stream.connection is None and end == "failed" else end
+            self._notes.note(ended_request(stream.submission, outcome, stream.num_tokens, waited_s * 1e3))
         if stream.booking is not None:
             stream.metrics.ended(stream.num_tokens)
             self._router.view.release(stream.booking, num_generated)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from headwater.clock import RealClock
+from headwater.clock import Clock, RealClock
 from headwater.config.schema import FrontendConfig, ServeConfig
 from headwater.errors import ConfigError
 from headwater.frontend.admin import AdminPages, FrontendState
@@ -36,6 +36,7 @@ from headwater.frontend.metrics import FrontendMetrics, MetricsPage
 from headwater.frontend.models import ModelSet
 from headwater.frontend.openai.serving import ServedModel, build_model, openai_routes
 from headwater.frontend.records import OpenRequests
+from headwater.frontend.request_log import RequestLog
 from headwater.frontend.routes import Route
 from headwater.frontend.routing import build_router, queue_limits
 from headwater.runtime.endpoints import parse_bind
@@ -78,6 +79,7 @@ class Frontend:
         self._clock = RealClock()
         self._started = self._clock.now()
         self._subscriber = planes.subscriber()
+        self._request_log = open_request_log(config.frontend, self._clock)
         router = build_router(config.router, frontend_id)
         self.view = router.view
         self.dispatcher = ClusterDispatcher(
@@ -87,6 +89,7 @@ class Frontend:
             self._clock,
             limits=queue_limits(config.router),
             max_streams=limit * _SEQUENCES_PER_REQUEST,
+            notes=self._request_log,
         )
         build = partial(build_model, tokenizer_backend=config.frontend.tokenizer_backend)
         self.models: ModelSet[ServedModel] = ModelSet(self.view, build, ArtifactCache(cache_folder), on_built)
@@ -144,7 +147,17 @@ class Frontend:
         complete = await self.server.stop(timeout_s)
         await self.cluster.close()
         await self._subscriber.close()
+        if self._request_log is not None:
+            await asyncio.to_thread(self._request_log.close)
         return complete
+
+
+def open_request_log(config: FrontendConfig, clock: Clock) -> RequestLog | None:
+    """Raises `ConfigError` when the file cannot be written."""
+    if config.record_requests is None:
+        return None
+    path = Path(config.record_requests)
+    return RequestLog(path, clock, max_bytes=config.record_requests_size, kept_files=config.record_requests_files)
 
 
 def http_limits(config: FrontendConfig) -> HttpLimits:

@@ -341,7 +341,7 @@ class SimCluster:
             is_open = self._open[output.stream]
             assert is_open.booking is not None
             if output.num_cached_tokens is not None:
-                view.prefilled(is_open.booking)
+                view.prefilled(is_open.booking, now, output.num_cached_tokens)
             if output.finish_reason is not None:
                 view.release(is_open.booking, is_open.record.output_tokens)
                 del self._open[output.stream]

@@ -13,6 +13,7 @@ from headwater.router.policy import Policy, PolicySettings
 from headwater.sim.cluster import NO_QUEUE, PATIENT_QUEUE, SimCluster, SimConfig
 from headwater.sim.mixes import Mix
 from headwater.sim.report import SimCurves, SimReport, curves, mode_of, shared_lru_hit_rate, summarise
+from headwater.sim.request_log import from_log, is_request_log, read_log
 from headwater.sim.timing import StepTimes
 from headwater.sim.workload import SimRequest, from_trace
 
@@ -37,6 +38,8 @@ class Load:
         """In order of arrival. Raises `ConfigError` for a file that cannot be read."""
         if isinstance(self.source, Mix):
             return self.source.requests(self.block_size, self.seed)[: self.limit]
+        if is_request_log(self.source):
+            return from_log(read_log(self.source), self.block_size)[: self.limit]
         requests = from_trace(read_trace(self.source), self.block_size)
         return sorted(requests, key=lambda request: request.at_s)[: self.limit]
 

@@ -148,7 +148,7 @@ def test_disturbances_reach_the_run(capsys: pytest.CaptureFixture[str]) -> None:
         (["--workers", "0"], "at least 1"),
         (["--speed", "0"], "more than 0"),
         (["--closed", "0"], "at least 1"),
-        (["--trace", "/no/such.jsonl"], "cannot read the trace"),
+        (["--trace", "/no/such.jsonl"], "cannot read /no/such.jsonl"),
         (["--prefill-error", "0.3"], "--known-times"),
         (["--max-num-batched-tokens", "10"], "leaves no room"),
         (["--late", "8"], "--late 8"),

@@ -1,0 +1,284 @@
+"""Writes the log of served requests (`headwater.protocol.request_log`) beside the work, never in its way.
+
+`note` costs an append. A thread hashes, encodes and writes whole lines at the end of the file, so that the frontends
+of a host may share one. When the file is full it becomes FILE.1, FILE.1 becomes FILE.2, and so on; the oldest is
+deleted. What waits to be written is bounded in number and bytes; what does not fit, or cannot be written because the
+disk is full, is dropped and counted, and said once a minute. FILE.key holds the key of the hashes; delete it, and what
+is logged from then on can no longer be matched with what was before.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import threading
+from base64 import b64encode
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from headwater.clock import Clock
+from headwater.errors import ConfigError
+from headwater.frontend.submission import Submission
+from headwater.protocol.request_log import FORMAT, KEY_BYTES, VERSION, LoggedRequest, LogHeader, Outcome
+from headwater.types import BLOCK_ID_BYTES
+
+logger = logging.getLogger(__name__)
+
+_SECRET_BYTES = 32
+_NAME_BYTES = 8
+_MAX_PENDING = 8192
+_MAX_PENDING_BYTES = 32 * 1024 * 1024
+_FLUSH_INTERVAL_S = 1.0
+_COMPLAIN_INTERVAL_S = 60.0
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """A sequence as the dispatcher knows it when it is over."""
+
+    at: float
+    """Epoch seconds of its arrival."""
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    block_size: int
+    block_ids: bytes
+    outcome: Outcome
+    session: str = ""
+    tenant: str = ""
+    priority: int = 0
+    worker: str = ""
+    cached_tokens: int = 0
+    ttft_ms: float | None = None
+    e2e_ms: float = 0.0
+
+
+class RequestNotes(Protocol):
+    """Who is told of every sequence that has ended. Called in the hot loop: must not wait, must not raise."""
+
+    def note(self, ended: EndedRequest) -> None: ...
+
+
+def ended_request(
+    submission: Submission, outcome: Outcome, output_tokens: int = 0, e2e_ms: float = 0.0
+) -> EndedRequest:
+    """One sequence of a submission that is over."""
+    asked, record = submission.request, submission.record
+    return EndedRequest(
+        at=record.asked,
+        model=record.model,
+        prompt_tokens=asked.num_prompt_tokens,
+        output_tokens=output_tokens,
+        max_tokens=asked.max_tokens,
+        block_size=asked.block_size,
+        block_ids=asked.block_ids,
+        outcome=outcome,
+        session=asked.session_id or "",
+        tenant=record.tenant,
+        priority=record.priority,
+        worker=record.worker_id or "",
+        cached_tokens=record.cached_tokens or 0,
+        ttft_ms=record.ttft_ms,
+        e2e_ms=e2e_ms,
+    )
+
+
+class RequestLog:
+    """See the module docstring. `note` and `close` are for one thread, the event loop's."""
+
+    def __init__(self, path: Path, clock: Clock, *, max_bytes: int, kept_files: int) -> None:
+        """Raises `ConfigError` when the file or its key cannot be written."""
+        self._clock = clock
+        self._pending: deque[EndedRequest] = deque()
+        # Each of these is written by one thread only.
+        self._noted_bytes = self._num_refused = 0
+        self._taken_bytes = self._num_lost = 0
+        self._wake = threading.Event()
+        self._closing = False
+        self._complained = float("-inf")
+        self._told = 0
+        try:
+            self._file = _SharedFile(path, max_bytes, kept_files)
+            self._secret = _secret(path)
+        except OSError as error:
+            raise ConfigError(f"cannot record requests in {path}: {error.strerror}") from error
+        self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_dropped(self) -> int:
+        return self._num_refused + self._num_lost
+
+    def note(self, ended: EndedRequest) -> None:
+        """Never waits and never raises."""
+        size = len(ended.block_ids)
+        pending_bytes = self._noted_bytes - self._taken_bytes
+        if len(self._pending) >= _MAX_PENDING or pending_bytes + size > _MAX_PENDING_BYTES:
+            self._num_refused += 1
+            return
+        self._noted_bytes += size
+        self._pending.append(ended)
+
+    def close(self) -> None:
+        """Write what waits. Idempotent."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._wake.wait(_FLUSH_INTERVAL_S)
+            self._flush()
+        self._flush()
+        self._file.close()
+
+    def _flush(self) -> None:
+        batch: list[EndedRequest] = []
+        while self._pending:
+            batch.append(self._pending.popleft())
+        if batch:
+            self._taken_bytes += sum([len(ended.block_ids) for ended in batch])
+            try:
+                self._file.append([msgspec.json.encode(self._logged(ended)) + b"\n" for ended in batch])
+            except OSError as error:
+                self._num_lost += len(batch)
+                self._complain(f": {error.strerror}")
+        if self.num_dropped > self._told:
+            self._complain("")
+
+    def _complain(self, reason: str) -> None:
+        now = self._clock.now()
+        if now - self._complained < _COMPLAIN_INTERVAL_S:
+            return
+        self._complained = now
+        self._told = self.num_dropped
+        logger.warning("%d requests could not be recorded%s", self.num_dropped, reason)
+
+    def _logged(self, ended: EndedRequest) -> LoggedRequest:
+        ids = ended.block_ids
+        keyed = blake2b(key=self._secret, digest_size=KEY_BYTES)
+        blocks: list[bytes] = []
+        for start in range(0, len(ids), BLOCK_ID_BYTES):
+            block = keyed.copy()
+            block.update(ids[start : start + BLOCK_ID_BYTES])
+            blocks.append(block.digest())
+        return LoggedRequest(
+            at=round(ended.at, 6),
+            model=ended.model,
+            prompt_tokens=ended.prompt_tokens,
+            output_tokens=ended.output_tokens,
+            max_tokens=ended.max_tokens,
+            block_size=ended.block_size,
+            blocks=b64encode(b"".join(blocks)).decode(),
+            outcome=ended.outcome,
+            session=self._name(ended.session),
+            tenant=self._name(ended.tenant),
+            priority=ended.priority,
+            worker=ended.worker,
+            cached_tokens=ended.cached_tokens,
+            ttft_ms=None if ended.ttft_ms is None else round(ended.ttft_ms, 3),
+            e2e_ms=round(ended.e2e_ms, 3),
+        )
+
+    def _name(self, name: str) -> str:
+        return blake2b(name.encode(), key=self._secret, digest_size=_NAME_BYTES).hexdigest() if name else ""
+
+
+class _SharedFile:
+    """Whole lines at the end of a file that several processes write to and any of them may rotate."""
+
+    def __init__(self, path: Path, max_bytes: int, kept_files: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._kept_files = kept_files
+        self._descriptor = -1
+        with self._locked():
+            self._open()
+
+    def append(self, lines: list[bytes]) -> None:
+        """Raises `OSError`."""
+        if self._is_stale():
+            with self._locked():
+                self._open()
+        _write_all(self._descriptor, b"".join(lines))
+        if os.fstat(self._descriptor).st_size >= self._max_bytes:
+            self._rotate()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _is_stale(self) -> bool:
+        """Whether another process has rotated the file, or somebody deleted it."""
+        if self._descriptor < 0:
+            return True
+        try:
+            return os.stat(self._path).st_ino != os.fstat(self._descriptor).st_ino
+        except FileNotFoundError:
+            return True
+
+    def _open(self) -> None:
+        self.close()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._descriptor = os.open(self._path, flags, 0o600)
+        if os.fstat(self._descriptor).st_size == 0:
+            _write_all(self._descriptor, msgspec.json.encode(LogHeader(FORMAT, VERSION)) + b"\n")
+
+    def _rotate(self) -> None:
+        with self._locked():
+            if not self._is_stale():
+                for number in range(self._kept_files, 0, -1):
+                    source = self._numbered(number - 1)
+                    with contextlib.suppress(FileNotFoundError):
+                        os.replace(source, self._numbered(number))
+                with contextlib.suppress(FileNotFoundError):
+                    self._path.unlink()  # nothing is kept
+            self._open()
+
+    def _numbered(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One process at a time: opening, rotating."""
+        descriptor = os.open(_key_path(self._path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _key_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.key")
+
+
+def _secret(path: Path) -> bytes:
+    """The key of the hashes; made by whoever comes first."""
+    descriptor = os.open(_key_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        known = os.pread(descriptor, _SECRET_BYTES, 0)
+        if len(known) == _SECRET_BYTES:
+            return known
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        os.pwrite(descriptor, secret, 0)
+        return secret
+    finally:
+        os.close(descriptor)
