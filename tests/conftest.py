@@ -1,5 +1,6 @@
 """Models for tests: the real demo model and tiny ones with random weights. torch is imported only where one is used."""
 
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
 # How long an example takes is the machine's affair.
 hypothesis.settings.register_profile("headwater", deadline=None)
 hypothesis.settings.load_profile("headwater")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_of_a_terminal() -> None:
+    """A run in the background begins with ignored signals, and would pass that on to the servers it starts."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture
