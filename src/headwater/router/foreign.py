@@ -11,7 +11,6 @@ from typing import NamedTuple
 from headwater.protocol.events import FrontendLoad
 from headwater.router.price import Occupied
 
-
 _MOST_PAIRS = 1e15
 
 

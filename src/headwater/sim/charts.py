@@ -8,7 +8,7 @@ from typing import Literal
 
 WIDTH, HEIGHT = 460, 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 30, 42
-_BAR_HEIGHT, _BAR_LABEL = 22, 150
+_BAR_HEIGHT, _BAR_LABEL, _BAR_VALUE = 22, 150, 44
 _NUM_COLOURS = 10
 _LEAST_LOGARITHMIC = 1e-6
 _LEGEND_COLUMN, _LEGEND_ROW = 150, 15
@@ -98,7 +98,7 @@ def bar_chart(title: str, axis: Axis, bars: Sequence[tuple[str, int, float]], li
     """Bars of (name, colour, value) lying on their side, and a line where the most possible is."""
     height = _TOP + _BAR_HEIGHT * len(bars) + _BOTTOM - 8
     bottom = height - _BOTTOM + 14
-    span = WIDTH - _BAR_LABEL - _RIGHT
+    span = WIDTH - _BAR_LABEL - _BAR_VALUE
     body = [f'<text class="title" x="0" y="14">{escape(title)}</text>']
     for tick in axis.ticks():
         across = _BAR_LABEL + span * axis.place(tick)
@@ -112,7 +112,7 @@ def bar_chart(title: str, axis: Axis, bars: Sequence[tuple[str, int, float]], li
             f'<g class="c{colour % _NUM_COLOURS}"><rect class="fill" x="{_BAR_LABEL}" y="{up}" width="{length:.1f}" '
             f'height="{_BAR_HEIGHT - 6}" rx="2"/></g>'
         )
-        body.append(_text(_BAR_LABEL + length + 5, up + 12, f"{value:.1f}", "start", "muted"))
+        body.append(_text(WIDTH - 2, up + 12, f"{value:.1f}", "end", "muted"))
     across = _BAR_LABEL + span * axis.place(limit)
     body.append(f'<line class="limit" x1="{across:.1f}" x2="{across:.1f}" y1="{_TOP - 8}" y2="{bottom - 8}"/>')
     body.append(_text(_BAR_LABEL + span / 2, bottom + 22, axis.label, "middle", "muted"))
