@@ -23,8 +23,8 @@ from headwater.router.view import ClusterView
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")])
-OTHERS_FLAGS = {"--shm-size", "--no-deps", "--pid"}
-"""Flags of other programs, and of py-spy."""
+OTHERS_FLAGS = {"--shm-size", "--no-deps", "--pid", "--speedup-ratio", "--tokenizer"}
+"""Flags of other programs: docker, pip, py-spy, and the peers of the benchmarks."""
 
 
 def text(name: str) -> str:
