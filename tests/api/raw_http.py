@@ -66,7 +66,7 @@ class RawClient:
             answer.body = await asyncio.wait_for(self.reader.read(), 10)
         return answer
 
-    async def is_closed(self, within_s: float = 5.0) -> bool:
+    async def is_closed(self, within_s: float = 40.0) -> bool:
         """Whether the server closes, having said nothing more."""
         try:
             return await asyncio.wait_for(self.reader.read(1), within_s) == b""
@@ -129,7 +129,7 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
     uvloop.run(main())
 
 
-async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 40.0) -> None:
     """Wait for something that happens on this loop."""
     for _ in range(int(within_s / 0.005)):
         if condition():

@@ -65,7 +65,9 @@ class Child:
     def terminate(self) -> None:
         """Only the process itself: it knows how to end what it started."""
         if not self._reaped:
-            self._process.send_signal(signal.SIGTERM)
+            # Not `Popen.send_signal`: that reaps a process that has just ended, and its end would go unnoticed.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """The whole group. The group id cannot be reused before the process is reaped."""
@@ -102,7 +104,8 @@ class Child:
         ended = asyncio.Event()
 
         def watch() -> None:
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            with contextlib.suppress(ChildProcessError):  # reaped already: it has ended
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
             loop.call_soon_threadsafe(ended.set)
 
         threading.Thread(target=watch, name=f"wait-{self._process.pid}", daemon=True).start()

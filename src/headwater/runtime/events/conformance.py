@@ -303,7 +303,7 @@ class EventPlaneConformance:
 
     async def _reopened(self, address: str) -> Source:
         """A new publisher at the address of one that closed: it may take a moment to become free."""
-        for _ in range(100):
+        for _ in range(1000):
             source = self.source(former=address)
             try:
                 await source.open()
