@@ -249,7 +249,7 @@ def test_streams_carry_the_plan_in_their_last_event_and_lists_of_prompts_one_eac
 def test_requests_wait_in_line_before_busy_workers(demo_model: ResolvedModel) -> None:
     async def main() -> None:
         async with site(demo_model) as it:
-            await it.start_frontend(router_queue_backlog=1.0)
+            await it.start_frontend(router_queue_backlog=0.5)
             worker = await it.scripted("w0", max_num_batched_tokens=400)
             async with it.connection() as first, it.connection() as second, it.connection() as third:
                 await first.send("POST", PATH, body(prompt(1)))
@@ -283,7 +283,7 @@ def test_requests_wait_in_line_before_busy_workers(demo_model: ResolvedModel) ->
 def test_a_client_that_leaves_the_line_is_forgotten_and_nobody_else(demo_model: ResolvedModel) -> None:
     async def main() -> None:
         async with site(demo_model) as it:
-            await it.start_frontend(router_queue_backlog=1.0)
+            await it.start_frontend(router_queue_backlog=0.5)
             worker = await it.scripted("w0", max_num_batched_tokens=400)
             async with it.connection() as first, it.connection() as third:
                 await first.send("POST", PATH, body(prompt(1)))
@@ -308,7 +308,7 @@ def test_a_client_that_leaves_the_line_is_forgotten_and_nobody_else(demo_model: 
 def test_the_line_has_an_end_in_length_and_time(demo_model: ResolvedModel) -> None:
     async def main() -> None:
         async with site(demo_model) as it:
-            await it.start_frontend(router_queue_backlog=1.0, router_queue_limit=1, router_queue_timeout=0.5)
+            await it.start_frontend(router_queue_backlog=0.5, router_queue_limit=1, router_queue_timeout=0.5)
             worker = await it.scripted("w0", max_num_batched_tokens=400)
             async with it.connection() as first, it.connection() as second:
                 await first.send("POST", PATH, body(prompt(1)))
@@ -336,7 +336,7 @@ def test_a_worker_that_joins_takes_what_waits_and_one_that_is_lost_does_not_take
 ) -> None:
     async def main() -> None:
         async with site(demo_model) as it:
-            await it.start_frontend(router_queue_backlog=1.0)
+            await it.start_frontend(router_queue_backlog=0.5)
             first = await it.scripted("w0", max_num_batched_tokens=400)
             async with it.connection() as running, it.connection() as waiting:
                 await running.send("POST", PATH, body(prompt(1)))

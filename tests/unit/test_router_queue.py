@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from test_router_delay import BLOCKS, learn
-from test_router_view import connected_view, instance
+from test_router_view import connected_view, instance, told
 
 from headwater.errors import DeadlineExceeded, NoWorkers, Overloaded, RateLimited, Unavailable
-from headwater.protocol.events import BlocksStored
+from headwater.protocol.events import BlocksStored, FrontendLoad
 from headwater.router.delay import Delay
 from headwater.router.policies import RoundRobin
 from headwater.router.policy import Policy
@@ -21,8 +21,8 @@ from headwater.router.router import Router
 from headwater.router.view import Booking, ClusterView
 
 CHUNK = UNKNOWN.chunk_tokens
-LIMIT = 3 * CHUNK
-"""Backlog beyond which a worker is not open."""
+FULL = 4
+"""Prompts of a full step each that close a worker."""
 
 
 class Bench:
@@ -35,6 +35,8 @@ class Bench:
         self.queue = AdmissionQueue(self.router, QueueLimits(**limits))
         self.now = 0.0
         self.bookings: dict[Ticket, Booking] = {}
+        self.others: dict[str, list[Booking]] = {}
+        """What keeps workers busy, by worker."""
         self.placed: list[Ticket] = []
         self.refused: list[Refused] = []
 
@@ -49,9 +51,15 @@ class Bench:
             self.act(placed)
         return ticket
 
-    def fill(self) -> list[Ticket]:
-        """Give every worker more than it may have before the queue opens."""
-        return [self.submit(self.ticket(LIMIT + 1)) for _ in self.view.workers]
+    def fill(self) -> None:
+        """Give every worker as much as closes it."""
+        for worker in self.view.workers:
+            self.others[worker.worker_id] = [self.view.book(worker, CHUNK, 10) for _ in range(FULL)]
+            assert not self.queue.is_open(worker)
+
+    def free(self, worker_id: str) -> None:
+        for booking in self.others.pop(worker_id, ()):
+            self.view.release(booking)
 
     def act(self, outcome: Outcome) -> None:
         if isinstance(outcome, Refused):
@@ -78,6 +86,8 @@ class Bench:
         """Everything running ends, and one more begins that leaves no room for others."""
         for ticket in list(self.bookings):
             self.finish(ticket)
+        for worker_id in list(self.others):
+            self.free(worker_id)
         outcomes = self.queue.pump(self.now)
         outcome = next(outcomes)
         outcomes.close()
@@ -91,24 +101,47 @@ class Bench:
 
 def test_requests_pass_at_once_while_any_worker_is_open() -> None:
     bench = Bench(2)
-    first = bench.submit(bench.ticket(LIMIT + 1))
-    second = bench.submit(bench.ticket(LIMIT))
-    assert {bench.worker_of(first), bench.worker_of(second)} == {"w0", "w1"}
-    third = bench.submit(bench.ticket(10, pinned_to=bench.worker_of(second)))
-    assert third in bench.bookings, "a backlog of exactly the limit is still open"
+    for _ in range(2 * FULL):
+        bench.submit(bench.ticket(CHUNK))
+    assert len(bench.placed) == 2 * FULL
     assert len(bench.queue) == 0
-    fourth = bench.submit(bench.ticket(10))
-    assert fourth.waiting
+    assert not any(map(bench.queue.is_open, bench.view.workers))
+    late = bench.submit(bench.ticket(10))
+    assert late.waiting
     assert len(bench.queue) == 1
+
+
+def test_a_few_prompts_close_no_worker_however_long_and_many_short_ones_neither() -> None:
+    bench = Bench(1)
+    for _ in range(FULL - 1):
+        bench.submit(bench.ticket(100_000))
+    assert bench.queue.is_open(bench.view.workers[0])
+    bench.submit(bench.ticket(10))
+    assert not bench.queue.is_open(bench.view.workers[0])
+    bench = Bench(1)
+    for _ in range(100):
+        bench.submit(bench.ticket(3 * CHUNK // 100))
+    assert bench.queue.is_open(bench.view.workers[0])
+
+
+def test_what_other_frontends_have_there_closes_a_worker_too() -> None:
+    bench = Bench(1)
+    theirs = FrontendLoad("other", FULL, 0, FULL * CHUNK, 0.0, 0)
+    bench.view.report("w0", told(theirs))
+    waiting = bench.submit(bench.ticket())
+    assert waiting.waiting
+    bench.view.report("w0", told())
+    assert bench.pump() == [waiting]
 
 
 def test_what_waits_is_placed_when_load_falls_and_not_before() -> None:
     bench = Bench(2)
-    busy = bench.fill()
+    bench.fill()
     waiting = bench.submit(bench.ticket())
     assert bench.pump() == []
-    bench.finish(busy[0])
+    bench.free("w1")
     assert bench.pump() == [waiting]
+    assert bench.worker_of(waiting) == "w1"
     assert len(bench.queue) == 0
     assert bench.queue.next_expiry() is None
 
@@ -116,19 +149,21 @@ def test_what_waits_is_placed_when_load_falls_and_not_before() -> None:
 def test_a_limit_of_zero_is_no_queue() -> None:
     bench = Bench(1, backlog_chunks=0)
     for _ in range(20):
-        bench.submit(bench.ticket(LIMIT))
+        bench.submit(bench.ticket(CHUNK))
     assert len(bench.placed) == 20
 
 
 def test_a_worker_that_joins_takes_what_waits() -> None:
     bench = Bench(1)
     bench.fill()
-    waiting = [bench.submit(bench.ticket(LIMIT + 1)) for _ in range(2)]
+    for _ in range(FULL + 1):
+        bench.submit(bench.ticket(CHUNK))
     bench.view.put(instance("new"))
     bench.view.set_connected("new", True)
-    assert len(bench.pump()) == 1
+    placed = bench.pump()
+    assert len(placed) == FULL
+    assert {bench.worker_of(ticket) for ticket in placed} == {"new"}
     assert len(bench.queue) == 1
-    assert {bench.worker_of(ticket) for ticket in waiting if not ticket.waiting} == {"new"}
 
 
 def test_no_worker_at_all_is_said_at_once_and_those_who_wait_go_on_waiting() -> None:
@@ -189,31 +224,32 @@ PROMPT = b"".join(number.to_bytes(8, "little") + bytes(8) for number in range(1,
 """4,096 tokens."""
 
 
-def holder_and_other() -> tuple[Bench, Ticket, Ticket]:
-    """Two closed workers, of which the one of the first ticket holds `PROMPT`."""
+def holder_and_other() -> Bench:
+    """Two closed workers, of which w0 holds `PROMPT`, and is to be free in 45 ms."""
     bench = Bench(2, backlog_chunks=0.4)
     bench.view.apply("w0", [BlocksStored(PROMPT)])
-    tickets = [bench.submit(bench.ticket(900)) for _ in range(2)]
-    holder, other = sorted(tickets, key=bench.worker_of)
-    return bench, holder, other
+    for worker in bench.view.workers:
+        bench.others[worker.worker_id] = [bench.view.book(worker, 900, 10)]
+        assert not bench.queue.is_open(worker)
+    return bench
 
 
 def test_a_request_waits_for_a_worker_that_is_much_cheaper() -> None:
-    bench, holder, other = holder_and_other()
+    bench = holder_and_other()
     known = bench.submit(bench.ticket(4100, block_ids=PROMPT))
-    bench.finish(other)
+    bench.free("w1")
     assert bench.pump() == [], "w0 is busy for 45 ms and saves 200"
     stranger = bench.submit(bench.ticket(500))
     assert bench.pump() == [stranger], "others are not held up"
-    bench.finish(holder)
+    bench.free("w0")
     assert bench.pump() == [known]
     assert bench.worker_of(known) == "w0"
 
 
 def test_waiting_for_a_worker_ends_with_patience() -> None:
-    bench, _, other = holder_and_other()
+    bench = holder_and_other()
     known = bench.submit(bench.ticket(4100, block_ids=PROMPT))
-    bench.finish(other)
+    bench.free("w1")
     assert bench.pump() == []
     bench.now = 5.0
     assert bench.pump() == [known]
@@ -222,10 +258,9 @@ def test_waiting_for_a_worker_ends_with_patience() -> None:
 
 def test_a_pinned_request_waits_for_its_worker_alone_and_for_nothing_when_it_is_gone() -> None:
     bench = Bench(2)
-    busy = bench.fill()
+    bench.fill()
     pinned = [bench.submit(bench.ticket(pinned_to="w1")) for _ in range(2)]
-    (first,) = [ticket for ticket in busy if bench.worker_of(ticket) == "w0"]
-    bench.finish(first)
+    bench.free("w0")
     assert bench.pump() == []
     free = bench.submit(bench.ticket())
     assert bench.pump() == [free]
@@ -277,15 +312,15 @@ def test_nothing_waits_longer_than_the_limit() -> None:
 
 def test_a_request_that_is_cancelled_leaves_at_once() -> None:
     bench = Bench(1)
-    (busy,) = bench.fill()
+    bench.fill()
     first, second = (bench.submit(bench.ticket()) for _ in range(2))
     assert bench.queue.cancel(first)
     assert not bench.queue.cancel(first)
     assert len(bench.queue) == 1
-    bench.finish(busy)
+    bench.free("w0")
     assert bench.pump() == [second]
+    bench.fill()
     for _ in range(5000):
-        bench.view.book(bench.view.workers[0], LIMIT + 1, 1)
         bench.queue.cancel(bench.submit(bench.ticket()))
     assert len(bench.queue._expiring) < 200, "what left is not remembered"
 
@@ -372,9 +407,13 @@ def test_low_priority_is_not_starved_by_a_flood_of_high() -> None:
     turns = 0
     while low.waiting:
         for _ in range(2):
-            bench.submit(bench.ticket(LIMIT + 1, priority=9))
-        bench.serve_one()
-        turns += 1
+            bench.submit(bench.ticket(priority=9))
+        assert bench.now >= 15.0 or bench.serve_one() is not low, "patience first"
+        if bench.now >= 15.0:
+            bench.serve_one()
+            turns += 1
+        bench.now += 1.0
+        bench.fill()
     assert turns <= 8
 
 

@@ -96,7 +96,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         8_000_000
     )
     router_queue_backlog: Annotated[
-        NonNegative, _doc("Full steps of prefill booked on every worker before requests wait in line; 0: no line.")
+        NonNegative, _doc("More steps of prefill, in more prompts, on all workers: requests wait in line; 0: no line.")
     ] = 3.0
     router_queue_limit: Annotated[Positive, _doc("Requests in line; more are refused.")] = 1024
     router_queue_timeout: Annotated[Seconds, _doc("Longest wait in line.")] = 30.0

@@ -1,11 +1,13 @@
 """The queue before the workers: open only when all that could take a request have enough to do.
 
-As long as one eligible worker's backlog is within `backlog_chunks` steps of prefill and nobody waits, requests pass at
-once and cost nothing here. Otherwise they wait, and are placed when load changes (`pump`):
+As long as one eligible worker has no more than `backlog_chunks` full steps of prefill before it (or no more prompts
+than that) and nobody waits, requests pass at once and cost nothing here. Otherwise they wait, and are placed when load
+changes (`pump`):
 
 * tenants take turns by weighted fair queueing of worker time: the one that has had least goes first;
 * within a tenant: higher priority first; then by the window of ten seconds in which patience or deadline ends; then
-  the lowest price, a request getting cheaper while it waits; every eighth turn the oldest one, so that nobody starves;
+  the lowest price, a request getting cheaper while it waits; every eighth turn, one that has waited for half of its
+  time goes first, so that nobody starves;
 * a request may wait on for a worker that would be much cheaper than the best open one, the less the longer it waits.
 
 Nothing waits without a bound: what cannot be placed in time is refused with the reason and when to come back, and so
@@ -23,7 +25,6 @@ from typing import Literal
 from headwater.errors import DeadlineExceeded, HeadwaterError, InvalidRequest, NoWorkers, Overloaded, RateLimited
 from headwater.router.line import Key, Line, Tenant
 from headwater.router.policy import Decision, PricingPolicy
-from headwater.router.price import UNKNOWN
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
 from headwater.router.view import WorkerView
@@ -44,7 +45,7 @@ PriorityClass = Literal["low", "normal", "high"]
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
     backlog_chunks: float = 3.0
-    """Full steps of prefill booked on a worker beyond which it is not open; 0: no queue at all."""
+    """More full steps of prefill than that, in more prompts than that, close a worker; 0: no queue at all."""
     max_waiting: int = 1024
     max_wait_s: float = 30.0
     class_limits: Mapping[PriorityClass, int] = field(default_factory=dict[PriorityClass, int])
@@ -157,8 +158,9 @@ class AdmissionQueue:
     # What is open
 
     def is_open(self, worker: WorkerView) -> bool:
-        chunk_tokens = worker.instance.max_num_batched_tokens or UNKNOWN.chunk_tokens
-        return worker.backlog_tokens <= self.limits.backlog_chunks * chunk_tokens
+        """A few prompts never close a worker, however long: it can share its steps, we cannot."""
+        most = self.limits.backlog_chunks
+        return worker.backlog_sequences <= most or worker.backlog_tokens <= most * worker.chunk_tokens
 
     def waiting_by_tenant(self) -> dict[str, int]:
         counts: dict[str, int] = {}
@@ -174,10 +176,12 @@ class AdmissionQueue:
     # Placing
 
     def _place(self, ticket: Ticket, workers: Sequence[WorkerView], now: float) -> Placed:
+        self._check_deadline(ticket, workers, now)
         worker, decision = self._router.decide(ticket.request, workers)
-        if ticket.deadline is not None and not self._in_time(ticket, worker, now):
-            in_time = self._check_deadline(ticket, workers, now)
-            worker, decision = self._router.decide(ticket.request, in_time)
+        if not self._in_time(ticket, worker, now):
+            in_time = [other for other in workers if self._in_time(ticket, other, now)]
+            if in_time:
+                worker, decision = self._router.decide(ticket.request, in_time)
         return Placed(ticket, worker, decision)
 
     def _serve(self, line: Line[Ticket], ticket: Ticket, workers: Sequence[WorkerView], now: float) -> Outcome:
@@ -197,16 +201,18 @@ class AdmissionQueue:
         first_token_ms = self._router.first_token_ms(ticket.request, worker)
         return first_token_ms is None or now + first_token_ms / 1000 <= ticket.deadline
 
-    def _check_deadline(self, ticket: Ticket, workers: Sequence[WorkerView], now: float) -> Sequence[WorkerView]:
-        """Those that can give a first token before the deadline. Raises `DeadlineExceeded` if none can."""
-        in_time = [worker for worker in workers if self._in_time(ticket, worker, now)]
-        if not in_time:
-            left_s = (ticket.deadline or now) - now
+    def _check_deadline(self, ticket: Ticket, workers: Sequence[WorkerView], now: float) -> None:
+        """Raises `DeadlineExceeded` if no worker could give a first token in time, were it free for this request."""
+        if ticket.deadline is None:
+            return
+        least_ms = min(self._router.prefill_ms(ticket.request, worker) for worker in workers)
+        left_ms = 1e3 * (ticket.deadline - now)
+        if least_ms > left_ms:
             raise DeadlineExceeded(
-                f"no worker can begin its answer within the {max(0.0, left_s):.1f} s left until the deadline",
+                f"no worker can begin its answer within the {max(0.0, left_ms / 1e3):.1f} s left until the deadline: "
+                f"the prompt alone takes {least_ms / 1e3:.1f} s",
                 retry_after_s=self.retry_after_s(),
             )
-        return in_time
 
     def _next(self, line: Line[Ticket], now: float) -> tuple[Ticket, Sequence[WorkerView]] | None:
         """The request whose turn it is, and the open workers it may go to."""
@@ -228,7 +234,9 @@ class AdmissionQueue:
         self, tenant: Tenant[Ticket], open_ids: Collection[str], now: float
     ) -> tuple[Ticket, Sequence[WorkerView]] | None:
         ticket = tenant.oldest
-        workers, _ = self._offer(ticket, open_ids, now, patient=False)
+        if now - ticket.since < self.limits.max_wait_s / 2:
+            return None
+        workers, _ = self._offer(ticket, open_ids, now)
         return (ticket, workers) if workers else None
 
     def _cheapest(
@@ -242,7 +250,7 @@ class AdmissionQueue:
                 break
             if ticket.prefers is not None and ticket.prefers not in open_ids and now < ticket.recheck_at:
                 continue
-            workers, price = self._offer(ticket, open_ids, now, patient=True)
+            workers, price = self._offer(ticket, open_ids, now)
             price += AGEING * 1e3 * ticket.since
             if workers and price < least:
                 best, least = (ticket, workers), price
@@ -251,9 +259,7 @@ class AdmissionQueue:
                 break
         return best
 
-    def _offer(
-        self, ticket: Ticket, open_ids: Collection[str], now: float, *, patient: bool
-    ) -> tuple[Sequence[WorkerView], float]:
+    def _offer(self, ticket: Ticket, open_ids: Collection[str], now: float) -> tuple[Sequence[WorkerView], float]:
         """Open workers a request would go to now, and the price there; none when it rather waits."""
         request = ticket.request
         request.now = now
@@ -274,7 +280,7 @@ class AdmissionQueue:
         cheapest, number = min(zip(prices, range(len(workers)), strict=True))
         waited_ms = 1e3 * (now - ticket.since)
         ticket.prefers = None
-        if patient and cheapest_open > 0 and cheapest + AGEING * waited_ms < WORTH_WAITING_FOR * cheapest_open:
+        if cheapest_open > 0 and cheapest + AGEING * waited_ms < WORTH_WAITING_FOR * cheapest_open:
             ticket.prefers, ticket.recheck_at = workers[number].worker_id, now + RECHECK_S
             return (), 0.0
         return open_workers, cheapest_open

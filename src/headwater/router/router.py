@@ -72,6 +72,14 @@ class Router:
         occupied = worker.occupied or worker.occupy()
         return price(occupied.costs, self._unweighted, occupied, placement, cached).first_token
 
+    def prefill_ms(self, request: RouteRequest, worker: WorkerView) -> float:
+        """Time that the worker, if it had nothing else to do, would take to the first token; 0 while unknown."""
+        if worker.costs is None:
+            return 0.0
+        cached = request.cached_tokens.get(worker.worker_id, 0)
+        new_tokens = request.num_prompt_tokens - cached
+        return worker.costs.prefill_ms(new_tokens, prefill_pairs(new_tokens, cached))
+
     def service_ms(self, request: RouteRequest, worker: WorkerView) -> float:
         """Worker time that the request takes: its prefill, and what it adds to decode steps."""
         costs = worker.costs or UNKNOWN

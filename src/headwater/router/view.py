@@ -77,10 +77,19 @@ class WorkerView:
         self.worker_id = self.instance.worker_id
 
     @property
+    def chunk_tokens(self) -> int:
+        """Prompt tokens of a full step."""
+        return self.instance.max_num_batched_tokens or UNKNOWN.chunk_tokens
+
+    @property
     def backlog_tokens(self) -> int:
-        """Prompt tokens that it has to compute before those of a new request."""
-        foreign = self.foreign
-        return self.booked_prefill_tokens + (foreign.prefill_tokens if foreign is not None else 0)
+        """Prompt tokens to compute, other frontends' included."""
+        return self.booked_prefill_tokens + (self.foreign.prefill_tokens if self.foreign is not None else 0)
+
+    @property
+    def backlog_sequences(self) -> int:
+        """Sequences before their first token, other frontends' included."""
+        return self.num_prefilling + (self.foreign.num_prefilling if self.foreign is not None else 0)
 
     @property
     def num_decoding(self) -> int:
