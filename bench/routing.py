@@ -175,7 +175,7 @@ def mixes(args: argparse.Namespace) -> Iterator[Job]:
 
 
 def scaling(args: argparse.Namespace) -> Iterator[Job]:
-    """As much load per worker, whatever their number."""
+    """As much load per worker, whatever their number; throughput is that of the steady state."""
     for workers in args.workers or (8, 64, 256):
         mix = Mix("rag", 40 * workers, 1.0 * workers, 2 * workers, 3000, 3, 150, 150, 8.0, document_tokens=1500)
         for mode, config in (
@@ -275,7 +275,7 @@ def print_scaling(reports: Sequence[SimReport]) -> None:
     for key, group in groupby(sorted(reports, key=lambda r: (r.mode, r.policy)), key=lambda r: (r.mode, r.policy)):
         rows = sorted(group, key=lambda report: report.workers)
         for row in rows[1:]:
-            linear = row.output_tok_s / rows[0].output_tok_s * rows[0].workers / row.workers
+            linear = row.steady_tok_s / rows[0].steady_tok_s * rows[0].workers / row.workers
             later = row.ttft_ms_p99 / rows[0].ttft_ms_p99 - 1
             said = f"{key[1]}, {key[0]}: {rows[0].workers} -> {row.workers} workers: {linear:.1%} of linear throughput"
             verdict(linear >= 0.95 and later <= 0, f"{said}, p99 TTFT {later:+.1%}")

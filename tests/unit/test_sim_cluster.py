@@ -103,6 +103,14 @@ def test_inter_token_latency_counts_gaps_and_time_per_output_token_requests() ->
     assert report.tpot_ms_mean == pytest.approx((26 + 20) / 2)
 
 
+def test_the_steady_rate_leaves_out_filling_and_emptying() -> None:
+    """Ten requests of 11 tokens, a second apart; the last takes a long prefill after all others."""
+    rows = [(float(number), 100, 11, ()) for number in range(9)] + [(10.0, 90_000, 11, ())]
+    report = summarise(serve(trace(*rows)), trace="t", policy="p", mode="x1", ceiling=0.0)
+    assert report.steady_tok_s == pytest.approx(8 * 11 / 9.0)
+    assert report.output_tok_s < 2.0
+
+
 def test_round_robin_over_two_workers_and_imbalance() -> None:
     result = serve(trace((0.0, 300, 1, ()), (0.0, 100, 1, ()), (0.0, 300, 1, ())), workers=2)
     assert [record.worker for record in result.records] == [0, 1, 0]

@@ -38,6 +38,8 @@ class SimReport(msgspec.Struct, frozen=True):
     e2e_ms_p50: float
     e2e_ms_p99: float
     output_tok_s: float
+    steady_tok_s: float
+    """The same from when a tenth of the requests had come to when the last came: without filling and emptying."""
     imbalance: float
     """Busiest worker's busy time over the mean."""
     prefill_imbalance: float
@@ -99,6 +101,7 @@ def summarise(
         e2e_ms_p50=percentile(e2e, 50),
         e2e_ms_p99=percentile(e2e, 99),
         output_tok_s=output_tokens / duration_s,
+        steady_tok_s=_steady_tok_s(records),
         imbalance=_imbalance(result.busy_ms),
         prefill_imbalance=_imbalance(result.prefill_tokens),
         utilisation=fmean(result.busy_ms) / duration_s / 1e3,
@@ -160,6 +163,12 @@ def _sorted_ms(records: Sequence[SimRecord], figure: Callable[[SimRecord], float
 
 def _quantiles(values: list[float]) -> list[float]:
     return [percentile(values, point) for point in range(_CURVE_POINTS + 1)] if values else []
+
+
+def _steady_tok_s(records: Sequence[SimRecord]) -> float:
+    begin_s, end_s = records[len(records) // 10].arrived_s, records[-1].arrived_s
+    tokens = sum([record.output_tokens for record in records if begin_s < record.finished_s <= end_s])
+    return tokens / (end_s - begin_s) if end_s > begin_s else 0.0
 
 
 def _imbalance(per_worker: Sequence[float]) -> float:
