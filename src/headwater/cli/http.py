@@ -37,12 +37,6 @@ class Server:
         except ValueError as error:
             raise HeadwaterError(f"{self.url}{path} does not answer in JSON") from error
 
-    def status_of(self, path: str) -> int:
-        connection, response = self.open("GET", path)
-        with closing(connection):
-            response.read(MAX_BODY_BYTES)
-        return response.status
-
     def open(
         self, method: str, path: str, body: Any = None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:

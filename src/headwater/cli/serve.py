@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import ipaddress
 import logging
+import math
 import os
 import sys
 import threading
@@ -25,7 +26,7 @@ from headwater.deploy.local import LocalSupervisor, parts_of
 from headwater.deploy.ports import base_url, reserved_port
 from headwater.deploy.supervision import Finish
 from headwater.engines.native.host import free_memory_bytes
-from headwater.errors import ConfigError, HeadwaterError, Unavailable
+from headwater.errors import ConfigError, HeadwaterError
 from headwater.logs import configure_logging
 from headwater.protocol.cluster import Instance
 from headwater.runtime.registry.open import open_registry
@@ -131,7 +132,9 @@ class Serving:
         """Ask as a client would. The supervisor bounds the wait."""
         enough = threading.Event()
         try:
-            await asyncio.to_thread(_poll, Server(self._url, timeout_s=_POLL_TIMEOUT_S), enough)
+            keys = self._config.frontend.api_key
+            server = Server(self._url, keys[0] if keys else None, _POLL_TIMEOUT_S)
+            await asyncio.to_thread(poll, server, self._config.frontends, enough)
         finally:
             enough.set()
         self._instances = await _instances(self._config)
@@ -141,16 +144,30 @@ class Serving:
         sys.stdout.flush()
 
 
-def _poll(server: Server, enough: threading.Event) -> None:
-    while not enough.is_set() and not _is_ready(server):
-        enough.wait(_POLL_S)
+def poll(server: Server, num_frontends: int, enough: threading.Event) -> None:
+    """Until all frontends can serve; those that do not follow the first one in time are not waited for.
+
+    They share a port, so each question may be answered by any of them.
+    """
+    ready: set[str] = set()
+    deadline = math.inf
+    while not enough.is_set() and len(ready) < num_frontends and time.monotonic() < deadline:
+        name = _ready_frontend(server)
+        if name is not None and not ready:
+            deadline = time.monotonic() + _POLL_TIMEOUT_S
+        if name is None or name in ready:
+            enough.wait(_POLL_S)
+        else:
+            ready.add(name)
 
 
-def _is_ready(server: Server) -> bool:
+def _ready_frontend(server: Server) -> str | None:
+    """The name of whoever answers, if it can serve."""
     try:
-        return server.status_of("/ready") == 200
-    except Unavailable:
-        return False
+        document = server.get_json("/debug/cluster")
+    except HeadwaterError:
+        return None
+    return str(document["frontend"]["id"]) if any(model["ready"] for model in document["models"]) else None
 
 
 async def _instances(config: ServeConfig) -> list[Instance]:
