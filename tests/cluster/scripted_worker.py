@@ -8,7 +8,7 @@ import msgspec
 
 from headwater.protocol import PROTOCOL_VERSION
 from headwater.protocol.cluster import Artifact, Instance, InstanceState, ModelCard
-from headwater.protocol.events import LoadReport
+from headwater.protocol.events import LoadReport, WorkerEvent
 from headwater.protocol.frames import Abort, ArtifactChunk, FetchArtifact, FrontendFrame, StepFrame, Submit
 from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput
 from headwater.runtime.planes import Planes
@@ -100,6 +100,9 @@ class ScriptedWorker:
     def publish(self, load: LoadReport) -> None:
         self.load = load
         self._publisher.publish([load])
+
+    def tell(self, *events: WorkerEvent) -> None:
+        self._publisher.publish(list(events))
 
     def step(self, *outputs: SequenceOutput) -> None:
         """One engine step: a frame per frontend."""

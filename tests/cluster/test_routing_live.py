@@ -20,6 +20,7 @@ from headwater.cli.http import Server
 from headwater.config.schema import EngineConfig, FrontendConfig, RouterConfig, ServeConfig
 from headwater.engines.mocker.engine import MockerEngine
 from headwater.frontend.process import Frontend
+from headwater.protocol.events import BlocksStored
 from headwater.protocol.request import SequenceOutput
 from headwater.router import approximate
 from headwater.runtime.planes import InprocPlanes
@@ -200,6 +201,29 @@ def test_a_new_frontend_learns_what_workers_hold_and_a_lost_workers_blocks_are_f
     uvloop.run(main())
 
 
+def test_a_killed_workers_blocks_are_forgotten_and_its_successor_begins_with_none(demo_model: ResolvedModel) -> None:
+    async def main() -> None:
+        async with site(demo_model) as it:
+            await it.start_frontend()
+            worker = await it.scripted("w0")
+            worker.on_submit = lambda request: answer_at_once(worker, request)
+            await it.complete(prompt(1))
+            worker.tell(BlocksStored(worker.requests[0].block_ids))
+            index = it.frontend.view.residency.index
+            await until(lambda: it.frontend.view.residency.knowledge("w0") == "events")
+            assert index.stats().num_blocks["device"] == 31
+            await worker.vanish()
+            await worker.give_up_lease()
+            await until(lambda: not it.frontend.view.workers)
+            assert index.stats().num_blocks["device"] == 0
+            successor = await it.scripted("w1")
+            successor.on_submit = lambda request: answer_at_once(successor, request)
+            plan = plan_of(await it.complete(prompt(1)))
+            assert (plan["worker_id"], plan["predicted"]["cached_tokens"]) == ("w1", 0)
+
+    uvloop.run(main())
+
+
 def test_a_decision_can_be_asked_for_in_every_way(demo_model: ResolvedModel) -> None:
     async def main() -> None:
         async with site(demo_model) as it:
@@ -301,6 +325,30 @@ def test_a_client_that_leaves_the_line_is_forgotten_and_nobody_else(demo_model: 
             assert len(worker.requests) == 2
             assert worker.aborted == []
             it.frontend.view.check()
+
+    uvloop.run(main())
+
+
+def test_those_in_line_are_told_when_the_frontend_ends(demo_model: ResolvedModel) -> None:
+    async def main() -> None:
+        failures: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        async with site(demo_model) as it:
+            await it.start_frontend(router_queue_backlog=0.5)
+            worker = await it.scripted("w0", max_num_batched_tokens=400)
+            async with it.connection() as first, it.connection() as second:
+                await first.send("POST", PATH, body(prompt(1)))
+                await until(lambda: len(worker.requests) == 1)
+                await second.send("POST", PATH, body(prompt(2), n=2))
+                await until(lambda: it.frontend.dispatcher.num_streams == 3)
+                it.frontend.dispatcher.close()
+                for connection in (first, second):
+                    reply = await connection.read()
+                    assert reply.status == 503
+                    assert reply.json()["error"]["code"] == "draining"
+            await asyncio.sleep(0.1)
+            assert len(worker.requests) == 1
+        assert failures == []
 
     uvloop.run(main())
 

@@ -1,12 +1,13 @@
 """Records of decisions: bounded, found again, and told in words."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.cli.explain import in_words
+from headwater.cli.explain import in_words, look
 from headwater.frontend.journal import DecisionJournal
 from headwater.frontend.router_metrics import RouterMetrics
 from headwater.router.decisions import DecisionLog, DecisionRecord
@@ -111,3 +112,25 @@ def test_a_request_that_reached_no_worker_in_words() -> None:
     text = "\n".join(in_words(made.describe()))
     assert "was sent to no worker" in text
     assert "happened: failed (overloaded)" in text
+
+
+class SharedPort:
+    """Several frontends behind one address; whoever answers is whoever's turn it is."""
+
+    def __init__(self, *frontends: dict[str, list[dict[str, Any]]]) -> None:
+        self.frontends = frontends
+        self.asked = 0
+
+    def get_json(self, path: str) -> Any:
+        assert path.startswith("/debug/decisions?request_id=a%2Fb&")
+        number = self.asked % len(self.frontends)
+        self.asked += 1
+        return {"frontend_id": f"fe-{number}", "decisions": self.frontends[number].get("a/b", [])}
+
+
+def test_explain_asks_until_the_frontend_that_knows_has_answered() -> None:
+    knows = SharedPort({}, {}, {}, {"a/b": [{"request_id": "a/b"}]})
+    assert look(knows, "a/b", 5) == [{"request_id": "a/b"}]  # type: ignore[arg-type]
+    nobody = SharedPort({}, {})
+    assert look(nobody, "a/b", 5) == []  # type: ignore[arg-type]
+    assert 10 <= nobody.asked <= 48

@@ -131,8 +131,8 @@ class ClusterDispatcher:
             self._release(stream, None, "aborted")
             if stream.connection is not None:
                 by_connection.setdefault(stream.connection, []).append(number)
-            elif stream.submission.withdraw(number):
-                self._queue.cancel(stream.submission)
+            else:
+                self._leave_line(number, stream)
         for connection, numbers in by_connection.items():
             _send_abort(connection, numbers)
         if len(self._queue):
@@ -356,7 +356,13 @@ class ClusterDispatcher:
         stream.record.error_code = stream.record.error_code or error.code
         stream.submission.record.error_code = stream.submission.record.error_code or error.code
         self._release(stream, None, "failed")
+        if stream.connection is None:
+            self._leave_line(number, stream)
         _tell(stream, error)
+
+    def _leave_line(self, number: int, stream: Stream) -> None:
+        if stream.submission.withdraw(number):
+            self._queue.cancel(stream.submission)
 
 
 def _tell(stream: Stream, error: HeadwaterError) -> None:
