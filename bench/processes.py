@@ -6,21 +6,19 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+from headwater.bench.process_cpu import process_usage
+
 Process = subprocess.Popen[bytes]
 
 
 def cpu_s(pid: int) -> float:
     """User and system time of a process, threads that have ended included; in hundredths of a second."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    return process_usage(pid).cpu_s
 
 
 def rss_mb(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES / 1e6
+    return process_usage(pid).rss_bytes / 1e6
 
 
 def free_port() -> int:

@@ -16,17 +16,23 @@ class ProcessUsage:
 
 def tree_usage(root_pid: int) -> ProcessUsage:
     """Sum over a process and its living descendants; processes that vanish meanwhile are left out."""
-    cpu_ticks = 0
+    cpu_s = 0.0
     rss_bytes = 0
     for pid in [root_pid, *_descendants(root_pid)]:
         try:
-            fields = _stat_fields(pid)
-            resident_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            usage = process_usage(pid)
         except (OSError, IndexError):
             continue
-        cpu_ticks += sum(int(field) for field in fields[11:15])
-        rss_bytes += resident_pages * os.sysconf("SC_PAGE_SIZE")
-    return ProcessUsage(cpu_ticks / _TICKS_PER_S, rss_bytes)
+        cpu_s += usage.cpu_s
+        rss_bytes += usage.rss_bytes
+    return ProcessUsage(cpu_s, rss_bytes)
+
+
+def process_usage(pid: int) -> ProcessUsage:
+    """One process: its threads, and the children it has reaped. Raises `OSError` when it is gone."""
+    cpu_ticks = sum(int(field) for field in _stat_fields(pid)[11:15])
+    resident_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return ProcessUsage(cpu_ticks / _TICKS_PER_S, resident_pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _stat_fields(pid: int) -> list[str]:

@@ -7,23 +7,9 @@ shape.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from headwater.frontend.http.base import Handler, HttpRequest
 from headwater.frontend.http.replies import Reply, error_reply
-
-
-class RouteSpec(Protocol):
-    """What a layer offers."""
-
-    @property
-    def method(self) -> str: ...
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def handler(self) -> Handler: ...
 
 
 @dataclass(frozen=True, slots=True)

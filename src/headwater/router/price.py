@@ -12,9 +12,9 @@ N the expected output length:
     home          a small discount where the prefix is at home, so that cold prefixes always fall the same way
 
 Each part has a weight; a `Profile` is a set of weights. What all workers share does not decide, so common errors of
-the time model cancel. The weights come from a search over two public traces at 8 workers and two loads, checked on
-other loads, sizes and five synthetic mixes (docs/routing.md). The price of worker time grows with churn: what a new
-block displaces is worth something only when caches are full.
+the time model cancel. The weights were chosen on two public traces at 8 workers; on loads that share most of their
+prompts (the mixes `agents` and `rag` of the simulator) other rules are up to a tenth faster end to end. The price of
+worker time grows with churn: what a new block displaces is worth something only when caches are full.
 """
 
 import math

@@ -220,9 +220,6 @@ class Peers:
         sessions = [known.session for known in list(self._peers.values()) if known.session is not None]
         return [report for session in sessions for report in list(session.reports.values())]
 
-    def outbounds(self) -> list[Outbound]:
-        return [known.session.outbound for known in list(self._peers.values()) if known.session is not None]
-
     def close(self) -> None:
         for name in list(self._peers):
             self.remove(name)

@@ -19,10 +19,6 @@ MAX_TOOLS = 512
 MAX_PROMPTS = 256
 
 
-def _int(least: int, most: int, text: str) -> Any:
-    return Annotated[int, msgspec.Meta(ge=least, le=most, description=text)]
-
-
 def _about(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
