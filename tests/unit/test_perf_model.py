@@ -178,3 +178,12 @@ def test_state_survives_the_wire() -> None:
     shape = StepShape(500, 125_000, 3, 3000)
     assert copy.steps("gpu").step_ms(shape) == pytest.approx(model.steps("gpu").step_ms(shape), rel=1e-3)
     assert copy.transfer_ms("shm", 10**9) == pytest.approx(model.transfer_ms("shm", 10**9), rel=1e-3)
+
+
+def test_one_tripled_step_in_twenty_hardly_moves_it() -> None:
+    random = Random(1)
+    model = StepModel()
+    for _ in range(2000):
+        shape = random_shape(random)
+        model.observe(shape, truth_ms(shape) * (3.0 if random.random() < 0.05 else 1.0))
+    assert median_error(model, random) < 0.005

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from headwater.protocol.cluster import Instance, ModelCard
-from headwater.protocol.events import FrontendLoad, LoadReport, StepTiming
+from headwater.protocol.events import BlocksRemoved, BlocksStored, FrontendLoad, LoadReport, StepTiming
 from headwater.router.delay import Delay
 from headwater.router.request import RouteRequest
 from headwater.router.view import Booking, ClusterView, WorkerView
@@ -250,3 +250,27 @@ class Bookkeeping(RuleBasedStateMachine):
 
 TestBookkeeping = Bookkeeping.TestCase
 TestBookkeeping.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_what_was_sent_to_a_lost_worker_is_not_expected_there() -> None:
+    view = connected_view(instance("a"))
+    keys = [1, 2, 3]
+    view.book(view.eligible("f1")[0], 48, 10, keys=keys)
+    assert view.residency.cached_tokens(keys, 16, 49) == {"a": 48}
+    view.set_connected("a", False)
+    view.set_connected("a", True)
+    assert view.residency.cached_tokens(keys, 16, 49) == {}
+
+
+def test_churn_is_nothing_while_caches_fill_and_one_when_every_block_displaces_another() -> None:
+    view = connected_view(instance("a"))
+    blocks = [number.to_bytes(16, "little") for number in range(1, 61)]
+    assert view.residency.churn == 0.0
+    view.apply("a", [BlocksStored(b"".join(blocks[:20]))])
+    assert view.residency.churn == 0.0
+    view.apply("a", [BlocksRemoved(b"".join(blocks[:10])), BlocksStored(b"".join(blocks[20:40]))])
+    assert 0.2 < view.residency.churn < 0.3
+    for start in range(40, 30_000):
+        old, new = (start - 20).to_bytes(16, "little"), (start + 100).to_bytes(16, "little")
+        view.apply("a", [BlocksRemoved(old), BlocksStored(new)])
+    assert view.residency.churn > 0.95
