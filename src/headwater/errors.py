@@ -27,6 +27,9 @@
     │  ├─ TransferCancelled        called off by the side that began it
     │  ├─ DataCorrupted            checksums of the two sides differ
     │  └─ LinkUnavailable          no back-end reaches that memory
+    ├─ StoreError          502     a KV store failed: its blocks count as absent and are computed again
+    │  ├─ TierUnavailable          a whole tier is out of reach: says why and when to try again
+    │  └─ StoreClosed              closed by us, or its process is gone
     ├─ ConfigError                 names key, value, origin, and the nearest spelling
     ├─ ModelError                  the model cannot be loaded: says what is supported
     └─ InternalError       500     our bug
@@ -186,6 +189,28 @@ class DataCorrupted(TransferError):
 
 class LinkUnavailable(TransferError):
     code = "link_unavailable"
+
+
+class StoreError(HeadwaterError):
+    """Blocks were not kept or not got. Never fails a request: what is absent is computed again."""
+
+    code = "store_error"
+    http_status = 502
+    retryable = True
+
+
+class TierUnavailable(StoreError):
+    """`retry_after_s` is when asking again may help."""
+
+    code = "tier_unavailable"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class StoreClosed(StoreError):
+    code = "store_closed"
 
 
 class ConfigError(HeadwaterError):

@@ -75,7 +75,6 @@ def test_the_frontend_and_all_below_it_need_no_engine() -> None:
 @pytest.mark.parametrize(
     ("package", "more"),
     [
-        ("headwater.kv", ["asyncio", "zmq"]),
         ("headwater.perf", ["asyncio", "zmq"]),
         ("headwater.scheduler", ["asyncio", "zmq"]),
         ("headwater.router", ["asyncio", "zmq"]),
@@ -85,6 +84,12 @@ def test_the_frontend_and_all_below_it_need_no_engine() -> None:
 )
 def test_packages_that_stand_alone(package: str, more: list[str]) -> None:
     import_all([package], [*HEAVY, *SERVER, *ENGINES, *more])
+
+
+def test_the_kv_store_stands_alone_and_its_core_does_no_io() -> None:
+    import_all(["headwater.kv"], [*HEAVY, *ENGINES, "httptools", "headwater.frontend", "headwater.config", "zmq"])
+    core = [f"headwater.kv.{name}" for name in ("block", "checksum", "identity", "index", "pool", "resident")]
+    import_all(core, [*HEAVY, *SERVER, *ENGINES, "asyncio", "zmq"])
 
 
 def test_the_supervisor_and_the_command_line_need_no_engine() -> None:

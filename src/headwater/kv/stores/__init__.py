@@ -1,0 +1,1 @@
+"""Tiers: where blocks are kept. `base` is the contract, `conformance` its test."""
