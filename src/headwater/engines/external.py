@@ -1,0 +1,353 @@
+"""`ExternalEngine`: the `Engine` contract around an engine that plans its own steps, in another process or host.
+
+A subclass opens the other side, hands over requests, cancels them and reports what comes back; everything that the
+contract asks beyond that is here, so that all engines of this kind behave alike: every stream ends exactly once,
+nothing follows an abort, what can never be served is refused before it is sent, the line is bounded, deadlines end
+what runs over, a failure ends everything with an error, and the snapshot of resident blocks agrees with the events
+that were delivered before it. Everything runs on the event loop that called `start`.
+"""
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from headwater.clock import Clock, RealClock
+from headwater.config.schema import EngineConfig
+from headwater.engines.base import EngineInfo, EngineListener, ProgressSink
+from headwater.errors import DeadlineExceeded, Draining, HeadwaterError, InternalError, Overloaded, WorkerLost
+from headwater.kv.identity import namespace
+from headwater.kv.resident import ResidentBlocks
+from headwater.protocol.events import LoadReport, StepTiming, WorkerEvent
+from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput
+from headwater.scheduler.limits import SchedulerLimits
+from headwater.types import Role
+
+REPORT_INTERVAL_S = 0.02
+"""Least time between two load reports of a busy engine."""
+HEARTBEAT_S = 1.0
+_MAX_TIMINGS = 64
+
+
+@dataclass(slots=True)
+class OpenStream:
+    """One sequence that was handed over and has not ended."""
+
+    request: EngineRequest
+    num_prompt_tokens: int
+    """Resumed tokens included."""
+    submitted: float
+    """By the clock's `now`."""
+    timer: asyncio.TimerHandle | None = None
+    num_generated: int = 0
+
+
+@dataclass(slots=True)
+class Totals:
+    """Since start."""
+
+    steps: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class ExternalEngine(ABC):
+    """See `headwater.engines.base.Engine`."""
+
+    def __init__(self, config: EngineConfig, *, clock: Clock | None = None) -> None:
+        self.config = config
+        self.clock = clock or RealClock()
+        self.open: dict[int, OpenStream] = {}
+        self.totals = Totals()
+        self.role: Role = "both"
+        self._listener: EngineListener | None = None
+        self._limits: SchedulerLimits | None = None
+        self._info: EngineInfo | None = None
+        self._refused: set[int] = set()
+        """Streams whose refusal is on its way."""
+        self._refusing: HeadwaterError | None = InternalError("the engine is not started")
+        self._resident = ResidentBlocks()
+        self._timings: list[StepTiming] = []
+        self._next_report = 0.0
+        self._report_timer: asyncio.TimerHandle | None = None
+        self._drained = asyncio.Event()
+        self._draining = False
+        self._closed = False
+
+    # ---- what a subclass supplies
+
+    @abstractmethod
+    async def open_engine(self, progress: ProgressSink) -> EngineInfo:
+        """Load, or connect. Raises `ModelError` or `ConfigError`."""
+
+    @abstractmethod
+    def send(self, stream: OpenStream, tokens: "array[int]") -> None:
+        """Hand over one sequence, whose `tokens` are prompt and resumed ones; must not block.
+
+        Raises a `HeadwaterError` to refuse it."""
+
+    @abstractmethod
+    def cancel(self, streams: Sequence[int]) -> None:
+        """Stop these; what still comes of them is dropped here."""
+
+    @abstractmethod
+    async def close_engine(self) -> None:
+        """Let go of the other side. Called once."""
+
+    @abstractmethod
+    def load(self) -> LoadReport:
+        """State of now, without step timings."""
+
+    # ---- Engine
+
+    async def start(self, listener: EngineListener, progress: ProgressSink) -> EngineInfo:
+        self._listener = listener
+        info = await self.open_engine(progress)
+        self._info = info
+        self._limits = _limits(self.config, info)
+        if not self._closed:
+            self._refusing = None
+            self._arm_heartbeat()
+        return info
+
+    def submit(self, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            try:
+                self._submit_one(request)
+            except HeadwaterError as error:
+                self._refuse(request.stream, error)
+        self.note_changed()
+
+    def abort(self, streams: Sequence[int]) -> None:
+        self._refused.difference_update(streams)
+        known = [stream for stream in streams if stream in self.open]
+        for stream in known:
+            self._forget(stream)
+        if known:
+            self.cancel(known)
+            self._note_open()
+            self.note_changed()
+
+    def resident_blocks(self) -> list[WorkerEvent]:
+        return list(self._resident.snapshot())
+
+    async def set_role(self, role: Role) -> None:
+        """Any role at any time: a role says what is sent here."""
+        self.role = role
+
+    async def drain(self, timeout_s: float) -> bool:
+        self._refusing = self._refusing or Draining("this worker is draining; another one will take the request")
+        self._draining = True
+        self._note_open()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._drained.wait(), timeout_s)
+        return self._drained.is_set()
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        error = Draining("this worker was closed")
+        self._refusing = error
+        if self._report_timer is not None:
+            self._report_timer.cancel()
+        streams = list(self.open)
+        self._end_all(error)
+        if streams:
+            self.cancel(streams)
+        await self.close_engine()
+
+    # ---- what a subclass reports
+
+    @property
+    def resident(self) -> ResidentBlocks:
+        return self._resident
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def deliver(self, outputs: Iterable[SequenceOutput]) -> None:
+        """What one step, or one turn of the event loop, brought: at most one output per sequence."""
+        told: list[SequenceOutput] = []
+        for output in outputs:
+            stream = self.open.get(output.stream)
+            if stream is not None and not self._closed:
+                self._count(stream, output)
+                told.append(output)
+        if told and self._listener is not None:
+            self._listener.on_step(told)
+        self._note_open()
+        self.note_changed()
+
+    def end(self, stream: int, error: HeadwaterError) -> None:
+        """A sequence failed."""
+        if stream in self.open:
+            self.deliver([_refusal(stream, error)])
+
+    def tell(self, events: list[WorkerEvent]) -> None:
+        """Blocks stored, removed or cleared, in order."""
+        if self._closed or self._listener is None or not events:
+            return
+        for event in events:
+            if not isinstance(event, LoadReport) and event.tier in ("device", None):
+                self._resident.apply(event)
+        self._listener.on_events(events)
+
+    def time_step(self, timing: StepTiming) -> None:
+        self.totals.steps += 1
+        self._timings.append(timing)
+        del self._timings[:-_MAX_TIMINGS]
+
+    def fail(self, error: HeadwaterError) -> None:
+        """The engine is dead."""
+        if self._closed or isinstance(self._refusing, WorkerLost) or self._listener is None:
+            return
+        self._refusing = WorkerLost(f"this worker's engine has failed: {error}")
+        self._end_all(error)
+        self._listener.on_failed(error)
+
+    def note_changed(self) -> None:
+        """Load may have changed: report soon."""
+        if self._closed or self._listener is None or self._info is None:
+            return
+        now = self.clock.now()
+        if now >= self._next_report or not self.open:
+            self._report()
+
+    # ---- inner life
+
+    def _submit_one(self, request: EngineRequest) -> None:
+        if self._refusing is not None:
+            raise self._refusing
+        limits = self._limits
+        if limits is None or request.stream in self.open:
+            raise InternalError(f"stream {request.stream} is open already")
+        if len(self.open) >= limits.max_num_seqs + limits.max_waiting:
+            waiting = len(self.open) - limits.max_num_seqs
+            raise Overloaded(f"{waiting} sequences wait at this worker, the most it takes (max_waiting)")
+        remaining_s = self._remaining_s(request)
+        tokens = limits.check(request)
+        stream = OpenStream(request, len(tokens), self.clock.now())
+        self.open[request.stream] = stream
+        try:
+            self.send(stream, tokens)
+        except HeadwaterError:
+            self._forget(request.stream)
+            raise
+        if remaining_s is not None:
+            stream.timer = asyncio.get_running_loop().call_later(remaining_s, self._expire, request.stream)
+
+    def _remaining_s(self, request: EngineRequest) -> float | None:
+        if request.deadline is None:
+            return None
+        remaining_s = request.deadline - self.clock.epoch()
+        if remaining_s <= 0:
+            raise DeadlineExceeded(f"the request's deadline passed {-remaining_s:.1f} s ago")
+        return remaining_s
+
+    def _expire(self, stream: int) -> None:
+        if stream in self.open:
+            self.end(stream, DeadlineExceeded("the request's deadline came before the answer was complete"))
+            self.cancel([stream])
+
+    def _refuse(self, stream: int, error: HeadwaterError) -> None:
+        self._refused.add(stream)
+        asyncio.get_running_loop().call_soon(self._answer_refused, stream, error)
+
+    def _answer_refused(self, stream: int, error: HeadwaterError) -> None:
+        if stream in self._refused:
+            self._refused.discard(stream)
+            if self._listener is not None:
+                self._listener.on_step([_refusal(stream, error)])
+
+    def _count(self, stream: OpenStream, output: SequenceOutput) -> None:
+        count = len(output.token_ids)
+        if count and not stream.num_generated:
+            self.totals.prompt_tokens += stream.num_prompt_tokens
+            self.totals.cached_tokens += output.num_cached_tokens or 0
+        stream.num_generated += count
+        self.totals.generated_tokens += count
+        if output.finish_reason is not None:
+            self._forget(output.stream)
+
+    def _forget(self, stream: int) -> None:
+        timer = self.open.pop(stream).timer
+        if timer is not None:
+            timer.cancel()
+
+    def _end_all(self, error: HeadwaterError) -> None:
+        outputs = [_refusal(stream, error) for stream in self.open]
+        for output in outputs:
+            self._forget(output.stream)
+        if outputs and self._listener is not None:
+            self._listener.on_step(outputs)
+        self._note_open()
+
+    def _note_open(self) -> None:
+        if self._draining and not self.open:
+            self._drained.set()
+
+    def _report(self) -> None:
+        self._next_report = self.clock.now() + REPORT_INTERVAL_S
+        timings, self._timings = self._timings, []
+        if self._listener is not None:
+            self._listener.on_events([msgspec.structs.replace(self.load(), timings=timings)])
+
+    def _arm_heartbeat(self) -> None:
+        self._report_timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        self._report()
+        self._arm_heartbeat()
+
+
+def gathered(deliver: Callable[[list[SequenceOutput]], None]) -> Callable[[SequenceOutput], None]:
+    """A sink for single outputs that hands on what one turn of the event loop brought, in one call per round."""
+    pending: list[SequenceOutput] = []
+
+    def flush() -> None:
+        outputs = pending.copy()
+        pending.clear()
+        rounds: list[dict[int, SequenceOutput]] = []
+        for output in outputs:
+            for step in rounds:
+                if output.stream not in step:
+                    step[output.stream] = output
+                    break
+            else:
+                rounds.append({output.stream: output})
+        for step in rounds:
+            deliver(list(step.values()))
+
+    def take(output: SequenceOutput) -> None:
+        if not pending:
+            asyncio.get_running_loop().call_soon(flush)
+        pending.append(output)
+
+    return take
+
+
+def _limits(config: EngineConfig, info: EngineInfo) -> SchedulerLimits:
+    card = info.card
+    return SchedulerLimits(
+        num_blocks=info.kv_blocks,
+        block_size=card.block_size,
+        max_model_len=card.max_model_len,
+        vocab_size=card.vocab_size,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=max(info.max_num_batched_tokens, info.max_num_seqs + card.block_size),
+        max_waiting=config.max_waiting,
+        namespace=namespace(card.fingerprint, card.kv_layout),
+    )
+
+
+def _refusal(stream: int, error: HeadwaterError) -> SequenceOutput:
+    """The last output of a sequence that is not served, or no further."""
+    return SequenceOutput(stream, [], "error", error=ErrorInfo.of(error))

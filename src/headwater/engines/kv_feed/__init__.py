@@ -1,0 +1,1 @@
+"""What engines of others tell about their KV caches, and how it becomes our own events."""
