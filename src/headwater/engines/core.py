@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from headwater.clock import Clock
 from headwater.engines.base import EngineInfo, ProgressSink
 from headwater.errors import EngineFailed, HeadwaterError, RequestError
@@ -62,6 +64,7 @@ class EngineCore:
         self._clock = clock
         self._pending: tuple[StepPlan, StepResult] | None = None
         self._next_report = clock.now()
+        self._turns = 0
 
     @property
     def has_work(self) -> bool:
@@ -131,7 +134,8 @@ class EngineCore:
     def report(self) -> LoadReport:
         """The load report for the event stream: carries the step timings since the last one."""
         self._next_report = self._clock.now() + _REPORT_INTERVAL_S
-        return self._scheduler.report()
+        self._turns += 1
+        return msgspec.structs.replace(self._scheduler.report(), turns=self._turns)
 
     def resident_blocks(self) -> list[BlocksStored]:
         return self._scheduler.resident_blocks()

@@ -75,6 +75,8 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):
     """Steps since the last report, the newest last; bounded."""
     frontends: list[FrontendLoad] = []
     """Those with open sequences, if more than one frontend is connected."""
+    turns: int = 0
+    """Reports made by the engine's own loop: a number that stands still tells of a loop that is stuck."""
 
 
 WorkerEvent = BlocksStored | BlocksRemoved | BlocksCleared | LoadReport
