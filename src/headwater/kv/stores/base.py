@@ -80,8 +80,9 @@ class TierStore(Protocol):
         """
         ...
 
-    async def contains(self, ids: bytes) -> bytes:
-        """As `known`, after asking the medium where it is shared."""
+    async def contains(self, family: Family, ids: bytes, first: int = 0) -> bytes:
+        """As `known`, after asking the medium where it is shared. `ids` are consecutive blocks of one chain and `first`
+        is the position of the first: names of packed objects follow from it, so that nothing has to be listed."""
         ...
 
     async def put(self, family: Family, blocks: Sequence[Block], payloads: Sequence[memoryview]) -> list[Kept]:

@@ -73,7 +73,7 @@ class TierConformance:
         tier = await self.open_tier()
         run = Run("a", 3)
         assert tier.known(run.ids) == bytes(3)
-        assert await tier.contains(run.ids) == bytes(3)
+        assert await tier.contains(FAMILY, run.ids) == bytes(3)
         assert only(Absent.MISSING, await run.get(tier))
         assert await tier.remove(run.ids) == 0
         assert await tier.clear() == 0
@@ -87,7 +87,7 @@ class TierConformance:
         run = Run("a", 10)
         assert only(Kept.STORED, await run.put(tier))
         assert tier.known(run.ids) == b"\1" * 10
-        assert await tier.contains(run.ids + Run("b", 1).ids) == b"\1" * 10 + b"\0"
+        assert await tier.contains(FAMILY, run.ids + Run("b", 1).ids) == b"\1" * 10 + b"\0"
         assert await run.get(tier) == run.blocks
         usage = tier.usage()
         assert (usage.num_blocks, usage.num_stored, usage.num_hits) == (10, 10, 10)
@@ -263,7 +263,7 @@ class TierConformance:
         await run.put(tier)
         await tier.close()
         await tier.close()
-        for call in (run.put(tier), run.get(tier), tier.contains(run.ids), tier.remove(run.ids), tier.clear()):
+        for call in (run.put(tier), run.get(tier), tier.contains(FAMILY, run.ids), tier.remove(run.ids), tier.clear()):
             closed = False
             try:
                 await call

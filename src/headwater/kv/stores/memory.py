@@ -29,7 +29,7 @@ class MemoryTier:
     def known(self, ids: bytes) -> bytes:
         return bytes(block_id in self._blocks for block_id in split_block_ids(ids))
 
-    async def contains(self, ids: bytes) -> bytes:
+    async def contains(self, family: Family, ids: bytes, first: int = 0) -> bytes:
         self._check_open()
         return self.known(ids)
 
