@@ -15,8 +15,8 @@ from headwater.engines.core import BuiltEngine
 from headwater.engines.engine import CoreEngine
 from headwater.engines.loop import InlineLoop
 from headwater.engines.mocker.executor import MockerExecutor, StepTimes
-from headwater.engines.mocker.texts import ModelTexts, model_texts
 from headwater.engines.mocker.words import Vocabulary, read_vocabulary
+from headwater.engines.texts import ModelTexts, model_texts
 from headwater.protocol.cluster import ModelCard
 
 _KV_BYTES_PER_TOKEN = 65_536
