@@ -26,6 +26,8 @@ class Arrival:
     prefix: int
     """Prompts with an equal one begin alike."""
     max_tokens: int
+    ends: int = -1
+    """The stream whose client leaves as this comes."""
 
 
 arrivals = st.builds(
@@ -34,6 +36,7 @@ arrivals = st.builds(
     prompt_tokens=st.integers(1, 90),
     prefix=st.integers(0, 2),
     max_tokens=st.integers(1, 120),
+    ends=st.integers(-12, 11),
 )
 
 
@@ -89,7 +92,7 @@ class Log:
             return False
         took = duration_ms(plan)
         self.now += took
-        samples = plan.num_decode + sum(piece.samples for piece in plan.slices[plan.num_decode :])
+        samples = sum(piece.samples for piece in plan.slices)
         self.take(scheduler, scheduler.commit(plan, StepResult([TOKEN] * samples, None, took), self.now))
         return True
 
@@ -98,15 +101,16 @@ def tables(scheduler: Scheduler) -> dict[int, list[int]]:
     return {stream: list(entry.block_table) for stream, entry in scheduler._roster.by_stream.items()}
 
 
-def drive(scheduler: Scheduler, coming: list[tuple[float, EngineRequest]], *, leaping: bool) -> Log:
+def drive(scheduler: Scheduler, coming: list[tuple[float, EngineRequest, int]], *, leaping: bool) -> Log:
     """Run until all is done; a request that comes during a step is added at its end."""
     log = Log()
-    for at_ms, one in coming:
+    for at_ms, one, ends in coming:
         while log.now < at_ms:
             if leaping and leap_towards(scheduler, log, at_ms):
                 continue
             if not log.step(scheduler):
                 log.now = at_ms
+        scheduler.abort([ends])
         scheduler.add(one, log.now)
         log.tables.append(tables(scheduler))
     while (leaping and leap_towards(scheduler, log, float("inf"))) or log.step(scheduler):
@@ -125,7 +129,7 @@ def leap_towards(scheduler: Scheduler, log: Log, until_ms: float) -> bool:
     while steps < most and log.now < until_ms:
         steps += 1
         log.now += took
-    scheduler.leap(steps, TOKEN, took)
+    scheduler.leap(steps, took)
     return steps > 0
 
 
@@ -137,9 +141,9 @@ def test_leaps_are_single_steps(coming: list[Arrival], num_blocks: int, max_num_
     at_ms, requests = 0.0, []
     for stream, arrival in enumerate(coming):
         at_ms += arrival.after_ms
-        requests.append((at_ms, request(stream, arrival)))
+        requests.append((at_ms, request(stream, arrival), arrival.ends))
     sizes = limits(num_blocks, max_num_seqs)
-    plain, leaping = Scheduler(sizes), LeapingScheduler(sizes)
+    plain, leaping = Scheduler(sizes), LeapingScheduler(sizes, TOKEN)
     expected = drive(plain, requests, leaping=False)
     found = drive(leaping, requests, leaping=True)
     assert found.outputs == expected.outputs
@@ -156,7 +160,7 @@ totals = ("steps", "preemptions", "cached_tokens", "prompt_tokens", "generated_t
 
 def test_long_answers_are_mostly_leapt_over() -> None:
     """The test above would pass if nothing ever leapt."""
-    scheduler = LeapingScheduler(limits(200, 4))
+    scheduler = LeapingScheduler(limits(200, 4), TOKEN)
     for stream in range(2):
         scheduler.add(request(stream, Arrival(0, 20 + stream, stream, 100)), 0.0)
     log, leaps, steps = Log(), 0, 0
@@ -174,7 +178,7 @@ def test_long_answers_are_mostly_leapt_over() -> None:
 
 def test_answers_get_the_ids_they_were_foretold() -> None:
     """An answer of 60 tokens on a prompt of 20 fills four blocks; three ids are given, the fourth is worked out."""
-    scheduler = LeapingScheduler(limits(50, 4))
+    scheduler = LeapingScheduler(limits(50, 4), TOKEN)
     one = request(0, Arrival(0, 20, 0, 60))
     scheduler.add(one, 0.0)
     answer = bytes(range(48))
@@ -189,13 +193,13 @@ def test_answers_get_the_ids_they_were_foretold() -> None:
 
 
 def test_no_leap_beyond_the_limit_nor_in_mid_step() -> None:
-    scheduler = LeapingScheduler(limits(50, 4))
+    scheduler = LeapingScheduler(limits(50, 4), TOKEN)
     assert scheduler.leap_limit() == 0
     scheduler.add(request(0, Arrival(0, 9, 0, 20)), 0.0)
     assert scheduler.leap_limit() == 0, "it has to be prefilled"
     Log().step(scheduler)
     assert scheduler.leap_limit() == 6, "of 16 slots 9 are computed, and the step that fills the block is no leap"
     with pytest.raises(InternalError, match="a leap of 7 steps where 6 are possible"):
-        scheduler.leap(7, TOKEN, 1.0)
+        scheduler.leap(7, 1.0)
     scheduler.schedule(0.0)
     assert scheduler.leap_limit() == 0

@@ -86,12 +86,17 @@ class PrefixIndex:
 
     # Residency
 
-    def store(self, worker: WorkerId, keys: Iterable[int], tier: Tier = "device") -> None:
+    def store(self, worker: WorkerId, keys: Sequence[int], tier: Tier = "device") -> None:
         slot = self._slots[worker]
         table = self._tables[tier]
         holders = table.holders
         blocks = table.blocks_of.setdefault(slot, set())
         bit = 1 << slot
+        keys = list(keys)
+        if len(keys) <= self.max_blocks - len(holders) and holders.keys().isdisjoint(keys):
+            holders.update(dict.fromkeys(keys, bit))
+            blocks.update(keys)
+            return
         room = self.max_blocks - len(holders)
         for key in keys:
             held = holders.get(key)
@@ -112,31 +117,34 @@ class PrefixIndex:
         blocks = table.blocks_of.get(slot)
         if blocks is None:
             return
+        holders, bit = table.holders, 1 << slot
         for key in keys:
             if key in blocks:
-                blocks.discard(key)
-                self._drop_holder(table, key, slot)
+                blocks.remove(key)
+                held = holders[key]
+                if held == bit:
+                    del holders[key]
+                else:
+                    holders[key] = held ^ bit
 
     def clear(self, worker: WorkerId, tier: Tier) -> None:
         slot = self._slots[worker]
         table = self._tables[tier]
-        for key in table.blocks_of.pop(slot, ()):
-            self._drop_holder(table, key, slot)
-
-    @staticmethod
-    def _drop_holder(table: _TierTable, key: int, slot: int) -> None:
-        left = table.holders[key] & ~(1 << slot)
-        if left:
-            table.holders[key] = left
-        else:
-            del table.holders[key]
+        self.remove(worker, list(table.blocks_of.get(slot, ())), tier)
+        table.blocks_of.pop(slot, None)
 
     # Predictions: routed, not yet computed
 
-    def predict(self, worker: WorkerId, keys: Iterable[int]) -> None:
+    def predict(self, worker: WorkerId, keys: Sequence[int]) -> None:
         """Count these blocks as resident on the device of `worker` until `forget` is called as often."""
         slot = self._slots[worker]
         predicted = self._predicted
+        keys = list(keys)
+        if predicted.keys().isdisjoint(keys):
+            fresh = dict.fromkeys(keys, slot)
+            if len(fresh) == len(keys):
+                predicted.update(fresh)
+                return
         for key in keys:
             known = predicted.get(key)
             if known is None:
@@ -146,12 +154,17 @@ class PrefixIndex:
             else:
                 predicted[key] = {slot: 2} if known == slot else {known: 1, slot: 1}
 
-    def forget(self, worker: WorkerId, keys: Iterable[int]) -> None:
+    def forget(self, worker: WorkerId, keys: Sequence[int]) -> None:
         """Take back one `predict` of the same blocks."""
         slot = self._slots.get(worker)
         if slot is None:
             return
         predicted = self._predicted
+        keys = list(keys)
+        if [predicted[key] for key in keys].count(slot) == len(keys):
+            for key in keys:
+                del predicted[key]
+            return
         for key in keys:
             known = predicted[key]
             if isinstance(known, dict):

@@ -16,6 +16,7 @@ Costs: constant time per block (0.1 to 0.5 us); 32 B per block, and 175 B more f
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from struct import unpack
 from typing import NamedTuple
 
 from headwater.errors import InternalError
@@ -75,12 +76,28 @@ class BlockPool:
                 num_evictable += 1
         return PrefixMatch(blocks, num_evictable)
 
+    def ancestry(self, block_id: bytes) -> list[int]:
+        """The committed blocks from the start of a sequence up to this one; empty when it is not here."""
+        blocks: list[int] = []
+        parent: bytes | None = block_id
+        while parent is not None:
+            block = self._by_id.get(parent)
+            if block is None:
+                return []
+            blocks.append(block)
+            parent = self._parents[block]
+        blocks.reverse()
+        return blocks
+
     def acquire(self, blocks: Sequence[int]) -> None:
-        """Hold blocks that `match` found."""
+        """Hold blocks that `match` or `ancestry` found, or that are held already."""
         references = self._references
+        newer, older = self._newer, self._older
         for block in blocks:
             if not references[block]:
-                self._unlink(block)
+                newer[older[block]] = newer[block]
+                older[newer[block]] = older[block]
+                self._num_evictable -= 1
             references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -89,7 +106,9 @@ class BlockPool:
             raise InternalError(f"{count} blocks asked of a pool with {self.num_free} free")
         references = self._references
         blank = self._blank
-        blocks = [blank.pop() if blank else self._evict() for _ in range(count)]
+        num_blank = min(count, len(blank))
+        blocks = [blank.pop() for _ in range(num_blank)]
+        blocks += self._evict(count - num_blank)
         for block in blocks:
             references[block] = 1
         return blocks
@@ -100,16 +119,16 @@ class BlockPool:
         `ids` is the chain from the start of the sequence; the blocks before `first` are committed. An entry whose id
         is committed already is replaced in `table` by that block.
         """
-        by_id = self._by_id
+        own_ids, parents = self._ids, self._parents
+        committed = self._by_id.setdefault
         parent = bytes(ids[(first - 1) * BLOCK_ID_BYTES : first * BLOCK_ID_BYTES]) if first else None
         stored_from, stored_parent = first, parent
-        for index in range(first, last):
-            block_id = bytes(ids[index * BLOCK_ID_BYTES : (index + 1) * BLOCK_ID_BYTES])
+        for index, block_id in enumerate(_split(ids, first, last), first):
             block = table[index]
-            present = by_id.setdefault(block_id, block)
+            present = committed(block_id, block)
             if present == block:
-                self._ids[block] = block_id
-                self._parents[block] = parent
+                own_ids[block] = block_id
+                parents[block] = parent
             else:
                 self._note_stored(ids, stored_from, index, stored_parent)
                 stored_from, stored_parent = index + 1, block_id
@@ -142,7 +161,7 @@ class BlockPool:
 
     def clear(self) -> None:
         """Forget every prefix that nobody holds."""
-        self._blank.extend([self._evict() for _ in range(self._num_evictable)])
+        self._blank.extend(self._evict(self._num_evictable))
         if not self._by_id:
             self._removed.clear()
             self._events.append(BlocksCleared("device"))
@@ -203,23 +222,26 @@ class BlockPool:
                 return True
         return False
 
-    def _evict(self) -> int:
-        block = self._newer[self.num_blocks]
-        self._unlink(block)
-        block_id = self._ids[block]
-        if block_id is None:
-            raise InternalError(f"block {block} is evictable but has no id")
-        del self._by_id[block_id]
-        self._ids[block] = None
-        self._parents[block] = None
-        self._removed += block_id
-        return block
-
-    def _unlink(self, block: int) -> None:
-        newer, older = self._newer[block], self._older[block]
-        self._newer[older] = newer
-        self._older[newer] = older
-        self._num_evictable -= 1
+    def _evict(self, count: int) -> list[int]:
+        """Take so many blocks, the least recently used first, from those that nobody holds."""
+        newer, own_ids, parents, by_id = self._newer, self._ids, self._parents, self._by_id
+        evicted: list[int] = []
+        removed: list[bytes] = []
+        block = newer[self.num_blocks]
+        for _ in range(count):
+            block_id = own_ids[block]
+            if block_id is None:
+                raise InternalError(f"block {block} is evictable but has no id")
+            del by_id[block_id]
+            own_ids[block] = parents[block] = None
+            removed.append(block_id)
+            evicted.append(block)
+            block = newer[block]
+        newer[self.num_blocks] = block
+        self._older[block] = self.num_blocks
+        self._num_evictable -= count
+        self._removed += b"".join(removed)
+        return evicted
 
     def _swap(self, table: list[int], index: int, present: int) -> None:
         """Give up a copy for the block that has the content already."""
@@ -237,3 +259,8 @@ class BlockPool:
         if self._removed:
             self._events.append(BlocksRemoved(bytes(self._removed)))
             self._removed.clear()
+
+
+def _split(ids: bytes | bytearray, first: int, last: int) -> tuple[bytes, ...]:
+    """The single ids of the blocks from `first` to `last`."""
+    return unpack(f"{BLOCK_ID_BYTES}s" * (last - first), ids[first * BLOCK_ID_BYTES : last * BLOCK_ID_BYTES])

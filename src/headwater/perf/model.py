@@ -124,7 +124,10 @@ class PerfModel:
 
     def steps(self, hardware: str) -> StepModel:
         """The pooled model of a class; a class never seen starts empty and predicts 0."""
-        return self._steps.setdefault(hardware, StepModel())
+        model = self._steps.get(hardware)
+        if model is None:
+            model = self._steps[hardware] = StepModel()
+        return model
 
     def observe_step(self, hardware: str, worker: str, timing: StepTiming) -> None:
         shape = StepShape(
@@ -180,7 +183,10 @@ class PerfModel:
         return self._link(link).predict((1.0, transferred_bytes))
 
     def _link(self, link: str) -> NonNegativeFit:
-        return self._links.setdefault(link, NonNegativeFit(_LINK_SCALES, half_life=1000.0))
+        fit = self._links.get(link)
+        if fit is None:
+            fit = self._links[link] = NonNegativeFit(_LINK_SCALES)
+        return fit
 
     # Whole
 

@@ -1,7 +1,9 @@
 """The scheduler's own view of a sequence, and its states.
 
 WAITING -> PREFILLING -> DECODING -> ENDED
-   ^____________|___________|           preempted: blocks given up, tokens kept
+   |            ^           ^
+   +-> LOADING -+-----------+           blocks come from outside (`headwater.scheduler.outside`)
+   ^______|_____|___________|           preempted, or loading too late: blocks given up, tokens kept
 any state -> ENDED                      finished, aborted, failed, past its deadline
 """
 
@@ -14,12 +16,14 @@ from headwater.errors import InternalError
 from headwater.kv.identity import chain_block_ids
 from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput, TokenLogprobs
 from headwater.scheduler.limits import SchedulerLimits
+from headwater.scheduler.outside import Export
 from headwater.scheduler.plan import Sequence
 from headwater.types import BLOCK_ID_BYTES, BlockId
 
 
 class State(enum.Enum):
     WAITING = enum.auto()
+    LOADING = enum.auto()
     PREFILLING = enum.auto()
     DECODING = enum.auto()
     ENDED = enum.auto()
@@ -51,6 +55,9 @@ class Entry(Sequence):
     """The sequence that computes a prefix this one waits for, ..."""
     shared_blocks: int = 0
     """... and how long that prefix is."""
+    load_until: float | None = None
+    """It waits for blocks from outside, at most until then."""
+    export: Export | None = None
 
     def extend_block_ids(self, num_blocks: int, block_size: int) -> None:
         """Know the ids of the first `num_blocks` blocks, which are full."""
@@ -76,7 +83,7 @@ class Entry(Sequence):
 
     def check(self, block_size: int) -> None:
         """Raise `InternalError` when it contradicts itself."""
-        running = self.state in (State.PREFILLING, State.DECODING)
+        running = self.state in (State.LOADING, State.PREFILLING, State.DECODING)
         uncomputed = self.num_tokens - self.num_computed_tokens
         num_known = len(self.block_ids) // BLOCK_ID_BYTES
         problems = [
@@ -86,6 +93,7 @@ class Entry(Sequence):
             (uncomputed < 1, "nothing is left to compute"),
             (self.state is State.DECODING and uncomputed != 1, "it decodes with a prompt left to compute"),
             (num_known * block_size > self.num_tokens, "it knows ids of blocks that are not full"),
+            (self.state is State.LOADING and self.load_until is None, "it loads and expects nothing"),
         ]
         broken = [message for failed, message in problems if failed]
         if broken:

@@ -1,8 +1,9 @@
 """Who computes which prefix right now, so that siblings wait for it instead of computing it again.
 
-A prefilling sequence leads under the id of the block it computes next. Ids are chained: whoever lacks just this block
-shares everything before it, so one lookup finds the leader. A follower waits until the shared blocks are computed, and
-only in steps in which its leader advances: waiting never costs more steps than the leader needs.
+A prefilling or loading sequence leads under the id of the block it gets next. Ids are chained: whoever lacks just this
+block shares everything before it, so one lookup finds the leader. A follower waits until the shared blocks are there,
+and only in steps in which its leader advances: waiting never costs more steps than the leader needs. (One that loads
+counts as advancing: a deadline bounds it.)
 """
 
 from headwater.kv.identity import num_shared_blocks
@@ -18,7 +19,7 @@ class Leaders:
         self._by_next_block: dict[bytes, Entry] = {}
 
     def lead(self, entry: Entry) -> None:
-        """Register a prefilling sequence that stands at a block border; the first of several leads."""
+        """Register a sequence that stands at a block border; the first of several leads."""
         block_id = self._block_id(entry, entry.num_computed_tokens // self._block_size)
         if block_id and self._by_next_block.setdefault(block_id, entry) is entry:
             entry.leads = block_id
@@ -53,7 +54,7 @@ class Leaders:
         """Whether exactly the entries that think they lead are registered."""
         leading = [entry for entry in entries if entry.leads is not None]
         return len(leading) == len(self._by_next_block) and all(
-            self._by_next_block.get(entry.leads or b"") is entry and entry.state is State.PREFILLING
+            self._by_next_block.get(entry.leads or b"") is entry and entry.state in (State.PREFILLING, State.LOADING)
             for entry in leading
         )
 
@@ -62,4 +63,4 @@ class Leaders:
 
 
 def _advances(leader: Entry, step: int) -> bool:
-    return leader.state is State.PREFILLING and leader.planned_in_step == step
+    return leader.state is State.LOADING or (leader.state is State.PREFILLING and leader.planned_in_step == step)

@@ -40,6 +40,7 @@ class Meter:
         prefilling = sum([entry.num_tokens - entry.num_computed_tokens for entry in roster.prefilling])
         return LoadReport(
             num_running=roster.num_running,
+            num_loading=len(roster.loading),
             num_waiting=len(roster.waiting),
             waiting_prefill_tokens=roster.waiting.num_tokens + prefilling,
             kv_blocks_total=roster.pool.num_blocks,
@@ -50,4 +51,5 @@ class Meter:
             prompt_tokens=self.prompt_tokens,
             generated_tokens=self.generated_tokens,
             timings=list(self._timings),
+            kv_blocks_held=roster.holds.num_blocks,
         )

@@ -9,7 +9,11 @@
   that run. Out of blocks, the most junior running sequence is preempted: it keeps its tokens, its blocks stay
   findable, and it waits in its old place. The most senior one always advances, so the whole does.
 - A sequence whose next block is being computed by another one waits for it (`headwater.scheduler.leaders`).
-- Blocks are free when `abort` returns. A plan in flight is not disturbed: its result for that sequence is dropped.
+- A sequence may be given its blocks' content from outside instead of computing it, and blocks may be read from outside
+  (`headwater.scheduler.exchange`). Such a sequence holds its blocks without advancing, so it may be preempted like any
+  other, and it has a deadline, after which it is computed here.
+- Blocks are free when `abort` returns, unless somebody outside still writes them. A plan in flight is not disturbed:
+  its result for that sequence is dropped.
 
 `now` is in epoch seconds. A scheduler that raised `InternalError` must not be used further.
 """
@@ -24,8 +28,10 @@ from headwater.protocol.events import BlocksStored, LoadReport
 from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput, TokenLogprobs
 from headwater.scheduler.budget import Prefill, PrefillBudget
 from headwater.scheduler.entry import Entry, State, new_entry, seniority
+from headwater.scheduler.exchange import Exchange
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.scheduler.meter import Meter
+from headwater.scheduler.outside import Export, FirstToken, LoadEnd
 from headwater.scheduler.plan import Sequence, Slice, StepPlan, StepResult
 from headwater.scheduler.roster import Roster
 
@@ -47,6 +53,7 @@ class Scheduler:
         self._block_size = limits.block_size
         self._roster = Roster(limits)
         self._meter = Meter()
+        self.exchange = Exchange(self._roster, limits, self._commit_blocks)
         self._num_added = 0
         self._next_deadline = float("inf")
         self._plan: StepPlan | None = None
@@ -64,8 +71,13 @@ class Scheduler:
 
     # ---- events in
 
-    def add(self, request: EngineRequest, now: float) -> Sequence:
-        """Take a request. Raises `RequestError` (it can never be served here), `Overloaded`, `DeadlineExceeded`."""
+    def add(
+        self, request: EngineRequest, now: float, *, load_until: float | None = None, export: Export | None = None
+    ) -> Sequence:
+        """Take a request. Raises `RequestError` (it can never be served here), `Overloaded`, `DeadlineExceeded`.
+
+        `load_until`: its blocks come from outside, if they come by then. `export`: they are to be read from outside.
+        """
         roster = self._roster
         if request.stream in roster.by_stream:
             raise InternalError(f"stream {request.stream} is open already")
@@ -76,6 +88,7 @@ class Scheduler:
         token_ids = self._limits.check(request)
         self._num_added += 1
         entry = new_entry(request, token_ids, self._num_added, self._limits)
+        entry.load_until, entry.export = load_until, export
         roster.enlist(entry)
         if entry.num_tokens >= entry.max_total_tokens:
             self._outputs.append(entry.output([], "length"))
@@ -90,21 +103,41 @@ class Scheduler:
         for stream in streams:
             entry = self._roster.by_stream.get(stream)
             if entry is not None:
-                self._roster.end(entry)
+                entry.export = None
+                self._end(entry)
+
+    def prefilled(self, stream: int, first: FirstToken) -> None:
+        """All blocks of a loading sequence have arrived, and its first token; unknown streams are ignored."""
+        entry = self.exchange.prefilled(stream, first.num_cached_tokens)
+        if entry is not None:
+            self._outputs.append(self._accept(entry, first.token_id, first.logprob))
+
+    def release(self, stream: int, until: float | None = None) -> None:
+        """End an exported sequence if it is open, without an output; its blocks are read no more (after `until`)."""
+        entry = self._roster.by_stream.get(stream)
+        if entry is not None and entry.export is not None:
+            self._outputs = [output for output in self._outputs if output.stream != stream]
+            if until is None:
+                entry.export = None
+            self._end(entry)
+        if until is None:
+            self._roster.holds.release(("export", stream))
+        else:
+            self._roster.holds.shorten(("export", stream), until)
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, to be given back to `commit`; None when there is nothing to compute."""
         if self._plan is not None:
             raise InternalError("the last plan was not committed")
-        if now >= self._next_deadline:
-            self._expire(now)
-        self._grow_decodes()
+        self._settle(now)
         decodes = list(self._roster.decoding)
         prefills = self._choose_prefills(self._limits.max_num_batched_tokens - len(decodes))
         if not decodes and not prefills:
             return None
         self._planned = decodes + [entry for entry, _ in prefills]
-        self._plan = _step_plan(decodes, prefills)
+        slices = [Slice(entry, entry.num_computed_tokens, 1, True) for entry in decodes]
+        decode_context = sum([piece.start for piece in slices]) + len(slices)
+        self._plan = step_plan(slices, len(decodes), decode_context, prefills)
         return self._plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
@@ -160,11 +193,20 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise `InternalError` when blocks are lost. Costs nothing; to be called when no sequence is open."""
-        lost = self._limits.num_blocks - self._roster.pool.num_free
+        lost = self._limits.num_blocks - self._roster.pool.num_free - self._roster.holds.num_blocks
         if lost and not self.num_open:
             raise InternalError(f"{lost} KV blocks are held by nobody")
 
     # ---- planning
+
+    def _settle(self, now: float) -> None:
+        """What the time ends, and room for those that decode."""
+        if now >= self._next_deadline:
+            self._expire(now)
+        self._roster.holds.expire(now)
+        for entry in self.exchange.late(now):
+            self._give_way(entry, "late")
+        self._grow_decodes()
 
     def _grow_decodes(self) -> None:
         """Room for one more token in every decoding sequence; juniors are preempted when there is none."""
@@ -178,11 +220,19 @@ class Scheduler:
         roster = self._roster
         while not roster.pool.num_free:
             victim = roster.most_junior_running()
-            roster.preempt(victim)
+            self._give_way(victim, "preempted")
             self._meter.preemptions += 1
             if victim is entry:
                 return False
         return True
+
+    def _give_way(self, entry: Entry, reason: LoadEnd) -> None:
+        """Back into the line. One that is exported ends: its reader does not wait for that."""
+        self.exchange.leave(entry, reason)
+        if entry.export is None:
+            self._roster.preempt(entry)
+        else:
+            self._fail(entry.stream, Overloaded("this worker ran out of KV blocks while it prefilled for another one"))
 
     def _choose_prefills(self, num_tokens: int) -> list[Prefill]:
         """Who prefills how many tokens, those that run and those that start, in order of seniority."""
@@ -205,6 +255,9 @@ class Scheduler:
             return True
         if not self._fits(entry, match):
             return False
+        if entry.load_until is not None:
+            self._start(entry, match)
+            return True
         num_remaining = entry.num_tokens - len(match.blocks) * self._block_size
         if budget.offer(num_remaining):
             self._start(entry, match)
@@ -241,6 +294,7 @@ class Scheduler:
             entry.num_cached_tokens = entry.unreported_cached_tokens = cached
             self._meter.cached_tokens += cached
             self._meter.prompt_tokens += entry.num_prompt_tokens
+        self.exchange.started(entry)
 
     # ---- committing
 
@@ -274,13 +328,17 @@ class Scheduler:
     def _commit_blocks(self, entry: Entry, first: int) -> None:
         """Blocks from `first` on that are full now can be found from now on."""
         last = entry.num_computed_tokens // self._block_size
-        if last > first and self._limits.prefix_caching:
+        if last <= first:
+            return
+        if self._limits.prefix_caching:
             entry.extend_block_ids(last, self._block_size)
             self._roster.pool.commit(entry.block_table, first, last, entry.block_ids)
+        self.exchange.committed(entry, first, last)
 
     def _accept(self, entry: Entry, token: int, logprob: TokenLogprobs | None) -> SequenceOutput:
         """Append a drawn token and see whether the sequence ends."""
         token_ids = entry.token_ids
+        self.exchange.announce(entry, all_blocks=True)
         if token in entry.stop_ids and len(token_ids) >= entry.stoppable_from:
             self._roster.end(entry)
             return entry.output([], "stop", stop_token_id=token)
@@ -297,7 +355,12 @@ class Scheduler:
         entry = self._roster.by_stream.get(stream)
         if entry is not None:
             self._outputs.append(entry.output([], "error", error=ErrorInfo.of(error)))
-            self._roster.end(entry)
+            self._end(entry)
+
+    def _end(self, entry: Entry) -> None:
+        """While something may be under way for it."""
+        self.exchange.leave(entry, "aborted")
+        self._roster.end(entry)
 
     def _expire(self, now: float) -> None:
         timed = [(request.deadline, stream) for stream, request in self._requests() if request.deadline is not None]
@@ -310,16 +373,15 @@ class Scheduler:
         return [(stream, entry.request) for stream, entry in self._roster.by_stream.items()]
 
 
-def _step_plan(decodes: list[Entry], prefills: list[Prefill]) -> StepPlan:
-    slices = [Slice(entry, entry.num_computed_tokens, 1, True) for entry in decodes]
-    decode_context = sum([piece.start for piece in slices]) + len(slices)
-    prefill_context = 0
+def step_plan(slices: list[Slice], num_decode: int, decode_context_tokens: int, prefills: list[Prefill]) -> StepPlan:
+    """`slices`: of the decodes, extended here by those of the prefills."""
+    prefill_tokens = prefill_context = 0
     for entry, num_tokens in prefills:
         start = entry.num_computed_tokens
         slices.append(Slice(entry, start, num_tokens, start + num_tokens == entry.num_tokens))
+        prefill_tokens += num_tokens
         prefill_context += num_tokens * (2 * start + num_tokens + 1) // 2
-    prefill_tokens = sum([num_tokens for _, num_tokens in prefills])
-    return StepPlan(tuple(slices), len(decodes), prefill_tokens, prefill_context, decode_context)
+    return StepPlan(tuple(slices), num_decode, prefill_tokens, prefill_context, decode_context_tokens)
 
 
 def _too_late(deadline: float, now: float) -> DeadlineExceeded:

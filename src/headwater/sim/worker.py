@@ -42,7 +42,7 @@ class SimWorker:
         self.num_steps = 0
         self.ends_at: float | None = None
         """When what is under way ends; None while idle."""
-        self._scheduler = LeapingScheduler(limits)
+        self._scheduler = LeapingScheduler(limits, _WORD)
         self._num_blocks = limits.num_blocks
         self._times = times
         self._running: _Step | _Leap | None = None
@@ -74,7 +74,7 @@ class SimWorker:
             self.ends_at = None
             return
         duration_ms = self._duration_ms(plan)
-        num_samples = plan.num_decode + sum([piece.samples for piece in plan.slices[plan.num_decode :]])
+        num_samples = sum([piece.samples for piece in plan.slices])
         self._running = _Step(plan, StepResult([_WORD] * num_samples, None, duration_ms))
         self.prefill_tokens += plan.num_prefill_tokens
         self.ends_at = now + duration_ms / 1000
@@ -111,7 +111,7 @@ class SimWorker:
         self._begin_step(leap.started_s + done * leap.step_s)
 
     def _leap(self, leap: _Leap, steps: int) -> None:
-        self._scheduler.leap(steps, _WORD, leap.step_s * 1000)
+        self._scheduler.leap(steps, leap.step_s * 1000)
         self.busy_ms += steps * leap.step_s * 1000
         self.num_steps += steps
 
