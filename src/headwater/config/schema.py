@@ -45,6 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enable_prefix_caching: Annotated[bool, _doc("Reuse KV blocks of equal prefixes.")] = True
     tensor_parallel_size: Annotated[Positive, _doc("Devices per engine (native: 1).")] = 1
     threads: Annotated[Positive | None, _doc("Compute threads per worker; none: cores divided among workers.")] = None
+    engine_args: Annotated[tuple[str, ...], _doc("Words for the engine's own command line (vllm), as they are.")] = ()
     weights_cache: Annotated[str | None, _doc("Folder of prepared weights; none: the user's cache folder.")] = None
     mocker_speedup: Annotated[NonNegative, _doc("Mocker: how much faster than modelled; 0 means infinitely.")] = 1.0
     mocker_prefill_ms_per_token: Annotated[NonNegative, _doc("Mocker: prefill cost.")] = 0.05

@@ -46,6 +46,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """In addition to the model's own end tokens."""
     ignore_eos: bool = False
     structured: StructuredSpec | None = None
+    seed_drawn: bool = False
+    """The client gave no seed. An engine to which a seed is costly may then do without."""
 
 
 class EngineRequest(msgspec.Struct, omit_defaults=True):

@@ -51,6 +51,7 @@ def sampling_params(
         stop_token_ids=_stop_token_ids(fields.stop_token_ids, card.vocab_size) if fields.stop_token_ids else [],
         ignore_eos=fields.ignore_eos,
         structured=structured,
+        seed_drawn=fields.seed is None,
     )
 
 
