@@ -15,14 +15,16 @@ Costs: constant time per block (0.1 to 0.5 us); 32 B per block, and 175 B more f
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from struct import unpack
+from collections.abc import Iterable, Iterator, Sequence
+from struct import Struct
 from typing import NamedTuple
 
 from headwater.errors import InternalError
 from headwater.kv.resident import stored_runs
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored
 from headwater.types import BLOCK_ID_BYTES
+
+_ONE_ID = Struct(f"{BLOCK_ID_BYTES}s")
 
 BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
@@ -67,8 +69,8 @@ class BlockPool:
         num_evictable = 0
         lookup = self._by_id.get
         references = self._references
-        for start in range(0, min(len(ids), max_blocks * BLOCK_ID_BYTES), BLOCK_ID_BYTES):
-            block = lookup(bytes(ids[start : start + BLOCK_ID_BYTES]))
+        for (block_id,) in _split(ids, 0, min(len(ids) // BLOCK_ID_BYTES, max_blocks)):
+            block = lookup(block_id)
             if block is None:
                 break
             blocks.append(block)
@@ -123,7 +125,7 @@ class BlockPool:
         committed = self._by_id.setdefault
         parent = bytes(ids[(first - 1) * BLOCK_ID_BYTES : first * BLOCK_ID_BYTES]) if first else None
         stored_from, stored_parent = first, parent
-        for index, block_id in enumerate(_split(ids, first, last), first):
+        for index, (block_id,) in enumerate(_split(ids, first, last), first):
             block = table[index]
             present = committed(block_id, block)
             if present == block:
@@ -261,6 +263,6 @@ class BlockPool:
             self._removed.clear()
 
 
-def _split(ids: bytes | bytearray, first: int, last: int) -> tuple[bytes, ...]:
+def _split(ids: bytes | bytearray, first: int, last: int) -> Iterator[tuple[bytes]]:
     """The single ids of the blocks from `first` to `last`."""
-    return unpack(f"{BLOCK_ID_BYTES}s" * (last - first), ids[first * BLOCK_ID_BYTES : last * BLOCK_ID_BYTES])
+    return _ONE_ID.iter_unpack(ids[first * BLOCK_ID_BYTES : last * BLOCK_ID_BYTES])
