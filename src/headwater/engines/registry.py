@@ -21,6 +21,7 @@ EngineFactory = Callable[[EngineConfig, Placement], Engine]
 _BUILT_IN = {
     "native": ("headwater.engines.native.engine", "NativeEngine"),
     "mocker": ("headwater.engines.mocker.engine", "MockerEngine"),
+    "vllm": ("headwater.engines.vllm.engine", "VllmEngine"),
 }
 
 

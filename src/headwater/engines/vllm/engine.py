@@ -1,0 +1,392 @@
+"""`VllmEngine`: vLLM's engine core driven from the worker process, token ids in and out, no second HTTP hop.
+
+vLLM's parts that are used: its argument parser, `AsyncLLM` for starting and stopping, its input processor (which
+checks requests), and the client of its engine core, whose output is one message per step: so ours is one per step too,
+whatever the number of sequences, and vLLM's detokenizer and per-request tasks are not in the way. KV events come over
+the engine core's own socket, a moment before or after the step that caused them.
+
+Batches are not invariant: a moved sequence goes on with what vLLM makes of prompt and output so far.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from headwater.config.schema import EngineConfig
+from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
+from headwater.engines.card import served_names, text_artifacts
+from headwater.engines.external import ExternalEngine, OpenStream
+from headwater.engines.kv_feed.subscription import Feed, FeedAddress
+from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
+from headwater.engines.kv_feed.wire import ForeignBatch
+from headwater.engines.texts import ModelTexts, model_texts
+from headwater.engines.vllm.arguments import VllmArguments, bind_cores, events_config, vllm_arguments
+from headwater.engines.vllm.outputs import sequence_output
+from headwater.engines.vllm.sampling import vllm_sampling
+from headwater.engines.vllm.timing import PrefillProgress
+from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InvalidRequest, ModelError
+from headwater.kv.identity import namespace
+from headwater.protocol.cluster import ModelCard
+from headwater.protocol.events import LoadReport
+from headwater.runtime.zeromq import ZmqContext
+from headwater.types import TOKEN_ID_BYTES
+from headwater.weights.resolve import resolve
+
+_log = logging.getLogger(__name__)
+
+_PULSE_S = 5.0
+"""Between two signs of life while vLLM starts."""
+_SHUTDOWN_TIMEOUT_S = 8.0
+
+
+class VllmEngine(ExternalEngine):
+    """See `headwater.engines.base.Engine`."""
+
+    def __init__(self, config: EngineConfig, placement: Placement = ALONE) -> None:
+        super().__init__(config)
+        self._placement = placement
+        self._llm: AsyncLLM | None = None
+        self._names: dict[str, int] = {}
+        """Streams by what vLLM calls them."""
+        self._waiting: set[int] = set()
+        """Streams of which nothing has come."""
+        self._outbox: asyncio.Queue[EngineCoreRequest | list[str]] = asyncio.Queue()
+        """Bounded by the open streams."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._progress = PrefillProgress()
+        self._stats: Any = None
+        self._nonce = secrets.token_hex(4)
+        self._zmq: ZmqContext | None = None
+        self._feeds: list[Feed] = []
+        self._folder: Path | None = None
+
+    # ---- life
+
+    async def open_engine(self, progress: ProgressSink) -> EngineInfo:
+        texts, model = await asyncio.to_thread(_resolved, self.config, progress)
+        arguments = await asyncio.to_thread(self._arguments, model)
+        pulse = asyncio.create_task(_pulse(progress))
+        try:
+            llm: AsyncLLM = await asyncio.to_thread(_start, arguments)
+        finally:
+            pulse.cancel()
+        self._llm = llm
+        self._tasks_supported = await llm.get_supported_tasks()
+        self._adapters = {name: number for number, name in enumerate(arguments.adapters, 1)}
+        self._adapter_paths = arguments.adapters
+        info = _info(self.config, texts, llm)
+        card = info.card
+        self._default_namespace = namespace(card.fingerprint, card.kv_layout)
+        self._translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
+        self._kv_blocks = info.kv_blocks
+        self._follow_events()
+        self._spawn(self._send_all())
+        self._spawn(self._receive_all())
+        progress(Progress("ready", detail=card.name))
+        return info
+
+    async def close_engine(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for feed in self._feeds:
+            feed.close()
+        if self._zmq is not None:
+            await self._zmq.term()
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, _SHUTDOWN_TIMEOUT_S)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _arguments(self, model: str) -> VllmArguments:
+        if current_platform.is_cpu():
+            bind_cores(self.config, self._placement)
+        arguments = vllm_arguments(self.config, model)
+        engine = arguments.engine
+        if not arguments.events_given and engine.enable_prefix_caching is not False:
+            self._folder = Path(tempfile.mkdtemp(prefix="headwater-vllm-"))
+            engine.kv_events_config = (
+                events_config(f"ipc://{self._folder}/events", f"ipc://{self._folder}/replay")
+                if engine.data_parallel_size == 1
+                else events_config("tcp://*:0", "tcp://*:0")
+            )
+        return arguments
+
+    def _follow_events(self) -> None:
+        llm = self._llm
+        sources = llm.get_kv_event_sources() if llm is not None else {}
+        published = [source for source in sources.values() if source.publisher == "zmq"]
+        if not published:
+            return
+        self._zmq = ZmqContext()
+        for source in published:
+            address = FeedAddress(source.endpoint, source.topic, source.replay_endpoint)
+            self._feeds.append(Feed(self._zmq, address, self))
+
+    # ---- work
+
+    def send(self, stream: OpenStream, tokens: "array[int]") -> None:
+        request = stream.request
+        num_resumed = len(request.resumed_tokens) // TOKEN_ID_BYTES
+        if num_resumed >= request.sampling.max_tokens:
+            raise InvalidRequest(f"{num_resumed} tokens are there already of {request.sampling.max_tokens}")
+        name = f"{self._nonce}-{request.stream}"
+        self._names[name] = request.stream
+        self._waiting.add(request.stream)
+        if request.sampling.structured is None:
+            try:
+                self._outbox.put_nowait(self._checked(name, stream, tokens, num_resumed))
+            except HeadwaterError:
+                self._drop(request.stream)
+                raise
+        else:
+            self._spawn(self._send_structured(name, stream, tokens))
+
+    def cancel(self, streams: Sequence[int]) -> None:
+        names = [self._drop(stream) for stream in streams]
+        self._outbox.put_nowait(names)
+
+    def load(self) -> LoadReport:
+        stats, totals = self._stats, self.totals
+        num_open = len(self.open)
+        running = min(stats.num_running_reqs, num_open) if stats is not None else 0
+        usage = stats.kv_cache_usage if stats is not None and num_open else 0.0
+        return LoadReport(
+            num_running=running,
+            num_waiting=num_open - running,
+            waiting_prefill_tokens=sum(self.open[stream].num_prompt_tokens for stream in self._waiting),
+            kv_blocks_total=self._kv_blocks,
+            kv_blocks_free=self._kv_blocks - round(usage * self._kv_blocks),
+            steps=totals.steps,
+            preemptions=totals.preemptions,
+            cached_tokens=totals.cached_tokens,
+            prompt_tokens=totals.prompt_tokens,
+            generated_tokens=totals.generated_tokens,
+        )
+
+    def _checked(self, name: str, stream: OpenStream, tokens: "array[int]", num_resumed: int) -> EngineCoreRequest:
+        """What vLLM's input processor makes of it. Raises `InvalidRequest` with what vLLM says."""
+        request, llm = stream.request, self._llm
+        assert llm is not None
+        salt = salt_of(request.namespace, self._default_namespace)
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": tokens.tolist()}
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        try:
+            return llm.input_processor.process_inputs(
+                name,
+                prompt,
+                vllm_sampling(request.sampling, num_resumed),
+                self._tasks_supported,
+                arrival_time=request.arrival or None,
+                lora_request=self._adapter(request.adapter),
+                priority=-request.priority,
+                session_id=request.session_id,
+            )
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(f"vLLM: {error}") from error
+
+    async def _send_structured(self, name: str, stream: OpenStream, tokens: "array[int]") -> None:
+        """A grammar may take long to check, which must not hold up the others."""
+        number = stream.request.stream
+        try:
+            checked = await asyncio.to_thread(self._checked, name, stream, tokens, len(stream.request.resumed_tokens))
+        except HeadwaterError as error:
+            if number in self.open:
+                self._drop(number)
+                self.end(number, error)
+            return
+        if number in self.open:
+            self._outbox.put_nowait(checked)
+
+    def _adapter(self, name: str | None) -> LoRARequest | None:
+        if name is None:
+            return None
+        number = self._adapters.get(name)
+        if number is None:
+            raise InvalidRequest(f"there is no adapter {name!r}: {', '.join(self._adapters) or 'none is loaded'}")
+        return LoRARequest(name, number, self._adapter_paths[name])
+
+    async def _send_all(self) -> None:
+        """One sender, so that an abort never overtakes what it aborts."""
+        while True:
+            message = await self._outbox.get()
+            llm = self._llm
+            if llm is None:
+                return
+            try:
+                if isinstance(message, list):
+                    await llm.engine_core.abort_requests_async(message)
+                else:
+                    await llm.engine_core.add_request_async(message)
+            except EngineDeadError as error:
+                self.fail(EngineFailed(f"vLLM's engine core has died: {error}"))
+                return
+
+    # ---- what comes back
+
+    async def _receive_all(self) -> None:
+        llm = self._llm
+        assert llm is not None
+        while True:
+            try:
+                self._on_outputs(await llm.engine_core.get_output_async())
+            except EngineDeadError as error:
+                self.fail(EngineFailed(f"vLLM's engine core has died: {error}"))
+                return
+
+    def _on_outputs(self, step: EngineCoreOutputs) -> None:
+        stats = step.scheduler_stats
+        if stats is not None:
+            self._stats = stats
+            if stats.iteration_details is not None and not stats.iteration_details.is_dummy:
+                self.time_step(self._progress.timing(stats.iteration_details, self.open))
+        told = []
+        for output in step.outputs:
+            number = self._names.get(output.request_id)
+            stream = None if number is None else self.open.get(number)
+            if number is None or stream is None:
+                continue
+            if output.events:
+                self.totals.preemptions += sum(event.type == EngineCoreEventType.PREEMPTED for event in output.events)
+            first = number in self._waiting
+            wanted = stream.request.sampling.logprobs is not None
+            translated = sequence_output(number, output, first=first, logprobs=wanted)
+            if not translated.token_ids and translated.finish_reason is None:
+                continue
+            self._waiting.discard(number)
+            if translated.finish_reason is not None:
+                self._drop(number)
+            told.append(translated)
+        self.deliver(told)
+
+    def on_batch(self, batch: ForeignBatch) -> None:
+        """From a feed."""
+        self.tell(self._translator.apply(batch))
+
+    def on_lost(self, reason: str) -> None:
+        """From a feed."""
+        _log.warning("KV events were lost (%s): what vLLM has cached is learned anew", reason)
+        self.tell(self._translator.clear())
+
+    # ---- inner life
+
+    def _drop(self, stream: int) -> str:
+        name = f"{self._nonce}-{stream}"
+        self._names.pop(name, None)
+        self._waiting.discard(stream)
+        return name
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a task of the vLLM engine failed", exc_info=error)
+            self.fail(EngineFailed(f"{type(error).__name__}: {error}"))
+
+
+async def _pulse(progress: ProgressSink) -> None:
+    """vLLM does not say how far it is; a supervisor must hear that it lives."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while True:
+        progress(Progress("load", loop.time() - began, None, "s", "vLLM is starting"))
+        await asyncio.sleep(_PULSE_S)
+
+
+def _resolved(config: EngineConfig, progress: ProgressSink) -> tuple[ModelTexts, str]:
+    """The texts that frontends need, and what vLLM is to load."""
+    if config.tokenizer is not None and config.model is not None:
+        return model_texts(config, progress), config.model
+    if config.model is None:
+        raise ConfigError("--engine vllm needs a MODEL", hint="a folder with safetensors or a hub id")
+    model = resolve(config.model, revision=config.revision, chat_template=config.chat_template, progress=progress)
+    if model.kind != "safetensors":
+        raise ModelError(f"{model.origin} is a GGUF file, which is served by --engine native; vLLM wants safetensors")
+    texts = ModelTexts(
+        model.name,
+        model.tokenizer_json,
+        model.tokenizer_config,
+        model.chat_template,
+        model.bos_token_id,
+        model.eos_token_ids,
+        model.default_sampling,
+        model.fingerprint,
+    )
+    return texts, str(model.weight_files[0].parent)
+
+
+def _start(arguments: VllmArguments) -> AsyncLLM:
+    """In a thread without an event loop: `AsyncLLM` then leaves the reading of outputs to us."""
+    try:
+        return AsyncLLM.from_engine_args(arguments.engine, usage_context=UsageContext.ENGINE_CONTEXT)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"vLLM: {error}") from error
+    except (RuntimeError, OSError) as error:
+        raise ModelError(f"vLLM did not start: {error}", hint="its own log, above, says why") from error
+
+
+def _info(config: EngineConfig, texts: ModelTexts, llm: AsyncLLM) -> EngineInfo:
+    vllm = llm.vllm_config
+    model, cache, scheduler = vllm.model_config, vllm.cache_config, vllm.scheduler_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    artifacts, contents = text_artifacts(texts.tokenizer_json, texts.tokenizer_config, texts.chat_template)
+    names = served_names(config, texts.name)
+    block_size = int(cache.block_size)
+    card = ModelCard(
+        name=names[0],
+        served_names=names,
+        fingerprint=hashlib.sha256(f"vllm {texts.fingerprint} {dtype} {block_size}".encode()).hexdigest(),
+        architecture=model.architecture,
+        dtype=dtype,
+        kv_layout=f"vllm.{dtype}.b{block_size}",
+        max_model_len=int(model.max_model_len),
+        block_size=block_size,
+        vocab_size=int(model.get_vocab_size()),
+        bos_token_id=texts.bos_token_id,
+        eos_token_ids=list(texts.eos_token_ids),
+        artifacts=artifacts,
+        default_sampling={name: float(value) for name, value in model.get_diff_sampling_param().items()},
+    )
+    return EngineInfo(
+        engine="vllm",
+        card=card,
+        artifacts=contents,
+        kv_blocks=int(cache.num_gpu_blocks or 1) - 1,
+        max_num_seqs=int(scheduler.max_num_seqs),
+        max_num_batched_tokens=int(scheduler.max_num_batched_tokens),
+        hardware=_hardware(vllm),
+        batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
+    )
+
+
+def _hardware(vllm: Any) -> str:
+    """The class of devices, for pooling step times."""
+    parallel = vllm.parallel_config
+    try:
+        name = current_platform.get_device_name()
+    except NotImplementedError:
+        name = current_platform.device_name
+    if current_platform.is_cpu():
+        name = f"cpu-{os.environ.get('VLLM_CPU_OMP_THREADS_BIND', '').count(',') + 1}t"
+    return f"{name.replace(' ', '-')}x{parallel.world_size}"

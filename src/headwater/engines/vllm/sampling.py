@@ -1,0 +1,57 @@
+"""Our sampling parameters in vLLM's words. Every field has a place; what vLLM cannot do is refused."""
+
+import msgspec
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+from headwater.errors import InvalidRequest
+from headwater.protocol.request import SamplingParams, StructuredSpec
+
+_MAX_SEED = 2**63 - 1
+
+
+def vllm_sampling(params: SamplingParams, num_resumed: int) -> VllmSamplingParams:
+    """`num_resumed`: tokens generated elsewhere, which vLLM gets as prompt. Raises `InvalidRequest`."""
+    if params.structured is not None and num_resumed:
+        raise InvalidRequest("vLLM cannot go on in the middle of a structured output", param="structured")
+    try:
+        return VllmSamplingParams(
+            max_tokens=params.max_tokens - num_resumed,
+            min_tokens=max(0, params.min_tokens - num_resumed),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=dict(params.logit_bias) or None,
+            # A generator per sequence costs vLLM time in every step: only for clients that asked for a seed.
+            seed=None if params.seed_drawn or params.temperature == 0 else (params.seed + num_resumed) & _MAX_SEED,
+            logprobs=params.logprobs,
+            stop_token_ids=list(params.stop_token_ids),
+            # A complete document ends the output, whatever else is asked for.
+            ignore_eos=params.ignore_eos and params.structured is None,
+            structured_outputs=_structured(params.structured),
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            skip_clone=True,
+        )
+    except ValueError as error:
+        raise InvalidRequest(f"vLLM: {error}") from error
+
+
+def _structured(spec: StructuredSpec | None) -> StructuredOutputsParams | None:
+    if spec is None:
+        return None
+    match spec.kind:
+        case "json_object":
+            return StructuredOutputsParams(json_object=True)
+        case "json_schema":
+            return StructuredOutputsParams(json=spec.spec)
+        case "regex":
+            return StructuredOutputsParams(regex=spec.spec)
+        case "choice":
+            return StructuredOutputsParams(choice=msgspec.json.decode(spec.spec, type=list[str]))
+        case _:
+            return StructuredOutputsParams(grammar=spec.spec)
