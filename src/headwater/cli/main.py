@@ -39,11 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: list[str]) -> int:
+    from headwater.cli.engine_flags import parse_arguments
     from headwater.cli.verbs import parser_of, runner_of
     from headwater.errors import HeadwaterError
 
     try:
-        code = runner_of(name)(parser_of(name).parse_args(arguments))
+        code = runner_of(name)(parse_arguments(parser_of(name), arguments))
         sys.stdout.flush()
         return code
     except SystemExit as leave:

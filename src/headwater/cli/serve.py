@@ -14,7 +14,8 @@ from contextlib import ExitStack, suppress
 import msgspec
 from rich.console import Console
 
-from headwater.cli.flags import GRAPH, add_config_flags, add_model, load_from
+from headwater.cli.engine_flags import config_from
+from headwater.cli.flags import GRAPH, add_config_flags, add_model
 from headwater.cli.http import Server
 from headwater.cli.log_writer import LogWriter
 from headwater.cli.serve_display import ServeDisplay, prefix, print_ready
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
-    config = load_from(args).config
+    config = config_from(args).config
     with ExitStack() as held:
         port = held.enter_context(reserved_port(config.frontend.host, config.frontend.port))
         folder = held.enter_context(cluster_folder())

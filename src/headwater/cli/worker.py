@@ -2,7 +2,8 @@
 
 import argparse
 
-from headwater.cli.flags import add_config_flags, add_model, load_from
+from headwater.cli.engine_flags import config_from
+from headwater.cli.flags import add_config_flags, add_model
 from headwater.logs import configure_logging
 from headwater.worker.process import worker_main
 
@@ -13,6 +14,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = load_from(args).config
+    config = config_from(args).config
     configure_logging(config.runtime, "worker", secrets=config.frontend.api_key)
     return worker_main(config, worker_index=0, num_workers=1)
