@@ -1,0 +1,93 @@
+"""Flags that belong to the engine's own command line, for engines that have one.
+
+`headwater serve MODEL --engine vllm --enforce-eager --swap-space 4`: what is not ours is kept, word for word, for
+vLLM's parser, which checks it in the worker. A flag of ours keeps its meaning; several words after one that takes a
+list (`--served-model-name a b`, as vLLM has it) are taken one by one. MODEL comes before the flags.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from headwater.cli.flags import load_from
+from headwater.config.fields import ENVIRONMENT_PREFIX
+from headwater.config.load import LoadedConfig
+
+ENGINES_WITH_FLAGS = ("vllm",)
+
+_SAID_TWICE = {"block_size": "--block-size", "max_num_seqs": "--max-num-seqs"}
+"""Ours have a default that is not the engine's: what the operator said must reach the engine even if it is equal."""
+
+_ATTRIBUTE = "engine_words"
+
+
+def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """As `parser.parse_args`; the engine's own words are kept for `config_from`."""
+    if "--engine" not in parser._option_string_actions:
+        return parser.parse_args(arguments)
+    own, words = take_engine_words(parser, arguments)
+    args = parser.parse_args(own)
+    setattr(args, _ATTRIBUTE, words)
+    return args
+
+
+def take_engine_words(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], environ: Mapping[str, str] | None = None
+) -> tuple[list[str], list[str]]:
+    """Ours, and the engine's own; all are ours unless the engine has a command line."""
+    if _engine(arguments, os.environ if environ is None else environ) not in ENGINES_WITH_FLAGS:
+        return list(arguments), []
+    own: list[str] = []
+    engine: list[str] = []
+    for group in _groups(arguments):
+        action = parser._option_string_actions.get(group[0].partition("=")[0])
+        if action is None and group[0].startswith("-"):
+            engine += group
+        elif action is not None and isinstance(action, argparse._AppendAction) and len(group) > 2:
+            own += [word for value in group[1:] for word in (group[0], value)]
+        else:
+            own += group
+    return own, engine
+
+
+def config_from(args: argparse.Namespace) -> LoadedConfig:
+    """As `load_from`, with what the engine's own command line is to be told."""
+    loaded = load_from(args)
+    engine = loaded.config.engine
+    if engine.engine not in ENGINES_WITH_FLAGS:
+        return loaded
+    words = [*engine.engine_args, *getattr(args, _ATTRIBUTE, [])]
+    for name, flag in _SAID_TWICE.items():
+        if loaded.origins[f"engine.{name}"].layer != "default":
+            words += [flag, str(getattr(engine, name))]
+    engine = msgspec.structs.replace(engine, engine_args=tuple(words))
+    return LoadedConfig(msgspec.structs.replace(loaded.config, engine=engine), loaded.origins)
+
+
+def _engine(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    name = environ.get(f"{ENVIRONMENT_PREFIX}ENGINE", "")
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if word == "--engine":
+            name = following
+        elif word.startswith("--engine="):
+            name = word.partition("=")[2]
+    return name
+
+
+def _groups(arguments: Sequence[str]) -> Iterator[list[str]]:
+    """A flag with the words after it; words before the first flag each on their own."""
+    group: list[str] = []
+    for word in arguments:
+        if _is_flag(word) or not group or not _is_flag(group[0]):
+            if group:
+                yield group
+            group = []
+        group.append(word)
+    if group:
+        yield group
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and not word[1:].replace(".", "").isdigit()
