@@ -133,7 +133,7 @@ def simulate(ids: Sequence[Sequence[int]], arrivals: Poisson, policy: str, num_w
         num_blocks=ENGINE.num_kv_blocks or 0,
         max_num_seqs=ENGINE.max_num_seqs,
         max_num_batched_tokens=ENGINE.max_num_batched_tokens or 0,
-        queue=queue_limits(RouterConfig()),
+        queue=queue_limits(RouterConfig(), {}),
     )
     step_times = [MockerTimes(StepTimes.of(ENGINE))] * num_workers
     records = SimCluster(config, step_times, load_policy(policy)).run(asked).records

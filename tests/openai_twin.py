@@ -13,6 +13,7 @@ from headwater.frontend.hints import NO_HINTS, RoutingHints
 from headwater.frontend.http.base import Headers, HttpRequest
 from headwater.frontend.openai.serving import ServedModel, build_model, openai_routes
 from headwater.frontend.preprocess.tokenizer import unpack_ids
+from headwater.frontend.tenants.principal import NOBODY, Principal
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.request import EngineRequest, SequenceOutput, TokenLogprobs
 from headwater.router.decisions import DecisionRecord
@@ -171,11 +172,10 @@ class Api:
         *models: ServedModel,
         strict: bool = False,
         request_timeout: float = 0.0,
-        trust_tenant_header: bool = False,
     ) -> None:
         self.models = {name: model for model in models for name in model.card.served_names}
         self.dispatcher = FakeDispatcher()
-        config = FrontendConfig(strict=strict, request_timeout=request_timeout, trust_tenant_header=trust_tenant_header)
+        config = FrontendConfig(strict=strict, request_timeout=request_timeout)
         routes = openai_routes(self, self.dispatcher, config, RealClock())
         self.handlers = {(route.method, route.path): route.handler for route in routes}
 
@@ -195,9 +195,10 @@ class Api:
         body: bytes | dict[str, Any],
         responder: FakeResponder | None = None,
         headers: Mapping[bytes, bytes] | None = None,
+        principal: Principal = NOBODY,
     ) -> FakeResponder:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = HttpRequest("POST", path, "", headers or {}, data, "test", request_id="req1")
+        request = HttpRequest("POST", path, "", headers or {}, data, "test", request_id="req1", principal=principal)
         return await self._call("POST", path, request, responder or FakeResponder())
 
     async def get_path(self, path: str, template: str | None = None, **params: str) -> FakeResponder:

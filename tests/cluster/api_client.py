@@ -33,7 +33,7 @@ class Connection:
 
     async def send(self, method: str, path: str, body: Any = None, **headers: str) -> None:
         content = json.dumps(body).encode() if body is not None else b""
-        lines = [f"{method} {path} HTTP/1.1", "host: test", f"content-length: {len(content)}"]
+        lines = [f"{method} {path} HTTP/1.1", "host: localhost", f"content-length: {len(content)}"]
         lines += ["content-type: application/json"] if content else []
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         self.writer.write("\r\n".join([*lines, "", ""]).encode() + content)

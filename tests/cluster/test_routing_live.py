@@ -493,7 +493,7 @@ def test_tenants_are_told_apart_by_key_and_only_trusted_gateways_name_them(demo_
                 assert plan["tenant"] == ("acme" if trusted else "key-2")
                 plan = plan_of(await it.complete(prompt(1), headers={"authorization": "Bearer one"}))
                 assert plan["tenant"] == "key-1"
-                assert plan["actual"]["cached_tokens"] == (0 if trusted else 496)
+                assert plan["actual"]["cached_tokens"] == 0, "what another tenant left in the cache is not ours"
 
     uvloop.run(main())
 

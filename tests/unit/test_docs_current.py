@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headwater.cli.verbs import VERBS, parser_of
+from headwater.clock import RealClock
 from headwater.config.fields import ENVIRONMENT_PREFIX, fields_of
 from headwater.config.show import reference_markdown
 from headwater.frontend.metrics import FrontendMetrics, MetricsPage
@@ -19,6 +20,8 @@ from headwater.frontend.openai.schema import (
     StreamOptions,
     TokenizeRequest,
 )
+from headwater.frontend.tenants.keyring import TenantSpec
+from headwater.frontend.tenants.meter import Meter
 from headwater.router.view import ClusterView
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +87,8 @@ def test_every_metric_is_documented_and_no_other() -> None:
     metrics = FrontendMetrics()
     metrics.model("m").submitted(1, 1, 0.1)
     metrics.answered("/v1/models", 200, True)
-    exposed = MetricsPage(metrics, ClusterView(), lambda: 0).render().decode()
+    meter = Meter("fe", lambda name: TenantSpec(), RealClock())
+    exposed = MetricsPage(metrics, ClusterView(), lambda: 0, meter).render().decode()
     families = {f"{f.name}_total" if f.type == "counter" else f.name for f in text_string_to_metric_families(exposed)}
     ours = {name for name in families if name.startswith("headwater_")}
     named = set(re.findall(r"`(headwater_[a-z0-9_]+)`", text("docs/observe.md")))

@@ -1,4 +1,4 @@
-"""Small parts of the frontend: routes, keys, records, histograms, cached files, remote errors."""
+"""Small parts of the frontend: routes, records, histograms, cached files, remote errors."""
 
 from collections.abc import Sequence
 from hashlib import sha256
@@ -17,12 +17,10 @@ from headwater.errors import (
     HeadwaterError,
     ModelError,
     Overloaded,
-    Unauthorized,
     WorkerError,
 )
 from headwater.frontend import policies
 from headwater.frontend.artifacts import MAX_ARTIFACT_BYTES, ArtifactCache, verify
-from headwater.frontend.auth import ApiKeys
 from headwater.frontend.histogram import Histogram
 from headwater.frontend.http.base import HttpRequest
 from headwater.frontend.http.replies import Reply
@@ -97,18 +95,6 @@ def test_what_is_not_there_is_said(method: str, path: str, status: int, allow: b
 def test_two_handlers_for_one_route_are_a_mistake() -> None:
     with pytest.raises(ValueError, match="two handlers"):
         RouteTable([Route("GET", "/a", handler), Route("GET", "/a", handler)])
-
-
-def test_keys() -> None:
-    ApiKeys(()).check(request("GET", "/"))
-    keys = ApiKeys(("k1", "schlüssel"))
-    keys.check(request("GET", "/", authorization=b"Bearer k1"))
-    keys.check(request("GET", "/", authorization=b"BEARER  k1 "))
-    keys.check(request("GET", "/", authorization="Bearer schlüssel".encode()))
-    for credentials in (b"", b"k1", b"Bearer", b"Bearer ", b"Bearer k", b"Bearer k12", b"Basic k1", b"Bearer k1,k2"):
-        with pytest.raises(Unauthorized) as caught:
-            keys.check(request("GET", "/", authorization=credentials))
-        assert "k1" not in str(caught.value)
 
 
 def test_records_are_unique_among_the_open_ones() -> None:

@@ -13,6 +13,7 @@ from headwater.frontend.hints import NO_HINTS, RoutingHints
 from headwater.frontend.openai.preparation import Asker
 from headwater.frontend.openai.schema import AgentHints, CompletionRequest, NvExt
 from headwater.frontend.openai.serving import ServedModel
+from headwater.frontend.tenants.principal import NOBODY, Principal
 from headwater.weights import ResolvedModel
 from openai_twin import Api, served_demo
 
@@ -35,7 +36,8 @@ def hints_of(fields: CompletionRequest, tenant: str = "", **headers: str) -> Rou
 
 def asker(tenant: str = "", **headers: str) -> Asker:
     named = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
-    return Asker("r", RealClock(), named, tenant)
+    principal = Principal(frozenset(), tenant=tenant, kv_group=tenant)
+    return Asker("r", RealClock(), named, principal)
 
 
 def test_a_plain_request_has_none() -> None:
@@ -101,14 +103,17 @@ def test_a_salt_names_a_tenant_without_giving_itself_away() -> None:
     assert hints_of(asked(nvext=NvExt(cache_salt="secret"))).salt_tenant == first
     trusted = hints_of(asked(cache_salt="secret"), tenant="acme")
     assert (trusted.tenant, trusted.salt_tenant) == ("acme", "")
-    assert asker(tenant="acme").salt(asked(cache_salt="secret")) == "acme"
+    salts = [asker(tenant=name).salt(asked(cache_salt=salt)) for name in ("acme", "") for salt in ("secret", "other")]
+    assert len({*salts, asker(tenant="acme").salt(asked()), asker().salt(asked())}) == 6, "tenant and salt both count"
+    assert asker().salt(asked(cache_salt="4:acme:")) != asker(tenant="acme").salt(asked()), "a salt is no tenant"
 
 
 def test_hints_reach_the_dispatcher_and_an_untrusted_tenant_does_not(model: ServedModel) -> None:
     async def post(trusting: bool) -> tuple[RoutingHints, bytes]:
-        api = Api(model, trust_tenant_header=trusting)
+        api = Api(model)
         headers = {b"x-session-id": b"s1", b"x-tenant-id": b"acme", b"x-request-priority": b"4"}
-        await api.post(PATH, CHAT, headers=headers)
+        principal = Principal(frozenset(), tenant="acme", kv_group="acme") if trusting else NOBODY
+        await api.post(PATH, CHAT, headers=headers, principal=principal)
         (request,) = api.dispatcher.requests
         assert request.priority == 4
         return api.dispatcher.hints[0], request.block_ids or request.namespace

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import ipaddress
 import logging
 import math
 import os
@@ -30,6 +29,7 @@ from headwater.engines.native.host import free_memory_bytes
 from headwater.errors import ConfigError, HeadwaterError
 from headwater.logs import configure_logging
 from headwater.protocol.cluster import Instance
+from headwater.runtime.endpoints import is_loopback
 from headwater.runtime.registry.open import open_registry
 
 _log = logging.getLogger("headwater.serve")
@@ -71,7 +71,7 @@ def check(config: ServeConfig) -> None:
             "--registry memory: the parts are processes and would not see each other", hint="leave it out"
         )
     _check_memory(config)
-    if not frontend.api_key and not _is_loopback(frontend.host):
+    if not frontend.api_key and not is_loopback(frontend.host):
         _log.warning("listening on %s without API keys: whoever reaches this host can use it", frontend.host)
 
 
@@ -88,13 +88,6 @@ def _check_memory(config: ServeConfig) -> None:
             f"and {about_bytes(free_bytes)} are free",
             hint="take fewer, or start workers on more hosts",
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def placed(config: ServeConfig, port: int, folder: ClusterFolder) -> ServeConfig:

@@ -46,6 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_parallel_size: Annotated[Positive, _doc("Devices per engine (native: 1).")] = 1
     threads: Annotated[Positive | None, _doc("Compute threads per worker; none: cores divided among workers.")] = None
     engine_args: Annotated[tuple[str, ...], _doc("Words for the engine's own command line (vllm), as they are.")] = ()
+    engine_args: Annotated[tuple[str, ...], _doc("Words for the engine's own command line (vllm), as they are.")] = ()
     weights_cache: Annotated[str | None, _doc("Folder of prepared weights; none: the user's cache folder.")] = None
     mocker_speedup: Annotated[NonNegative, _doc("Mocker: how much faster than modelled; 0 means infinitely.")] = 1.0
     mocker_prefill_ms_per_token: Annotated[NonNegative, _doc("Mocker: prefill cost.")] = 0.05
@@ -59,10 +60,20 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: Annotated[str, _doc("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
-    api_key: Annotated[tuple[Secret, ...], _doc("Keys that are accepted; none: no key is asked for.")] = ()
+    keys: Annotated[
+        str | None, _doc("Keyring of tenants and hashed keys: a file, env:NAME or command:PROGRAM ARGS.")
+    ] = None
+    api_key: Annotated[
+        tuple[Secret, ...], _doc("Keys in plain, with every right; without keys of either kind none is asked for.")
+    ] = ()
+    tenant_ledger: Annotated[
+        str | None, _doc("File that keeps what tenants used; none: beside the file of --keys.")
+    ] = None
+    usage_log: Annotated[str | None, _doc("File with a line per request: tenant, tokens, accelerator time.")] = None
+    audit_log: Annotated[str | None, _doc("File with a line per refusal, admin request and change of keys.")] = None
     cors: Annotated[tuple[str, ...], _doc("Origins allowed by CORS; `*` for any.")] = ()
     trust_tenant_header: Annotated[
-        bool, _doc("Believe `x-tenant-id`, for gateways that set it: it names the tenant and separates caches.")
+        bool, _doc("Believe `x-tenant-id` from plain keys or without keys; in a keyring the scope delegate says so.")
     ] = False
     strict: Annotated[bool, _doc("Refuse unknown request fields instead of ignoring them.")] = False
     max_body: Annotated[Bytes, _doc("Largest request body.")] = 16 * 1024 * 1024
@@ -103,9 +114,6 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router_queue_timeout: Annotated[Seconds, _doc("Longest wait in line.")] = 30.0
     router_class_limit: Annotated[
         tuple[str, ...], _doc("Requests of a priority class in line: low=N (below 0), normal=N (0), high=N (above 0).")
-    ] = ()
-    router_tenant_weight: Annotated[
-        tuple[str, ...], _doc("Shares of tenants in line, as in key-2=3; 1 for those not named.")
     ] = ()
     router_session_affinity: Annotated[
         Literal["off", "soft", "hard"], _doc("A session's worker: no matter, preferred among equals, or a must.")

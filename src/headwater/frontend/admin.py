@@ -54,11 +54,11 @@ class AdminPages:
 
     def routes(self) -> list[Route]:
         return [
-            Route("GET", "/live", _json(lambda: (200, {"status": "alive"})), open=True),
-            Route("GET", "/health", _json(self._health), open=True),
-            Route("GET", "/ready", _json(self._ready), open=True),
-            Route("GET", "/version", _json(_version), open=True),
-            Route("GET", "/metrics", self._serve_metrics),
+            Route("GET", "/live", _json(lambda: (200, {"status": "alive"})), scope=None),
+            Route("GET", "/health", _json(self._health), scope=None),
+            Route("GET", "/ready", _json(self._ready), scope=None),
+            Route("GET", "/version", _json(_version), scope=None),
+            Route("GET", "/metrics", self._serve_metrics, scope="metrics"),
             Route("GET", "/debug/cluster", _json(self._debug)),
         ]
 

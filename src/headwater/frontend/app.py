@@ -1,7 +1,8 @@
 """The application behind the HTTP edge: routes, keys, limits, and the account of every request.
 
-One instance is the handler of one server. A request passes here in this order: record, route, key, drain and limit,
-handler. Its end comes back through `on_answered`, which counts it and writes its log line.
+One instance is the handler of one server. A request passes here in this order: record, route, key and scope, drain and
+limit, quotas of its tenant, handler. Its end comes back through `on_answered`, which counts it, settles the account of
+the tenant and writes its log lines.
 """
 
 import logging
@@ -9,19 +10,24 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
 
-from headwater.errors import Draining, HeadwaterError, RateLimited
-from headwater.frontend.auth import ApiKeys
+from headwater.errors import Draining, Forbidden, HeadwaterError, RateLimited, Unauthorized
 from headwater.frontend.http.base import HttpRequest, Responder
 from headwater.frontend.http.replies import Reply, reply_for
 from headwater.frontend.metrics import FrontendMetrics
 from headwater.frontend.records import OpenRequests, RequestRecord
 from headwater.frontend.routes import Route, RouteTable
+from headwater.frontend.tenants.ledger import Usage
+from headwater.frontend.tenants.quota import QuotaExceeded
+from headwater.frontend.tenants.tenancy import Tenancy
+from headwater.frontend.tenants.usage_log import UsageLine
 
 request_log = logging.getLogger("headwater.request")
 
 NO_ROUTE = "(none)"
 """What requests are counted under that match no route, whose paths are the client's to choose."""
 _RETRY_AFTER_S = 1.0
+
+UsageOf = Callable[[RequestRecord], Usage]
 
 
 class Application:
@@ -30,16 +36,18 @@ class Application:
     def __init__(
         self,
         routes: Iterable[Route],
-        keys: ApiKeys,
+        tenancy: Tenancy,
         records: OpenRequests,
         metrics: FrontendMetrics,
+        usage_of: UsageOf,
         *,
         max_concurrent_requests: int,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.draining = False
         self._routes = RouteTable(routes)
-        self._keys = keys
+        self._tenancy = tenancy
+        self._usage_of = usage_of
         self._records = records
         self._metrics = metrics
         self._limit = max_concurrent_requests
@@ -59,11 +67,11 @@ class Application:
             return None
         record = self._records.begin(request, route.path)
         try:
-            if not route.open:
-                record.tenant = self._keys.check(request)
+            self._let_in(request, route, record)
             if route.generates:
                 self._admit(record)
         except HeadwaterError as error:
+            self._note_refusal(request, error)
             reply = reply_for(error)
             responder.send(reply.status, reply.headers, reply.body)
             return None
@@ -76,12 +84,36 @@ class Application:
             return
         if record.generates:
             self._num_generating -= 1
+            self._settle(record, status)
         duration_s = self._now() - record.received
         if record.model and complete:
             self._metrics.model(record.model).duration.observe(duration_s)
         level = logging.INFO if record.generates else logging.DEBUG
         if request_log.isEnabledFor(level):
             _write_line(level, request, record, status, complete, duration_s)
+
+    def _let_in(self, request: HttpRequest, route: Route, record: RequestRecord) -> None:
+        if route.scope is None:
+            return
+        principal = request.principal = self._tenancy.gate.check(request, route.scope)
+        record.tenant, record.key_id = principal.tenant, principal.key_id
+        if route.scope == "admin" and principal.key_id:
+            self._tenancy.audit.admin(request)
+
+    def _note_refusal(self, request: HttpRequest, error: HeadwaterError) -> None:
+        if isinstance(error, Unauthorized | Forbidden):
+            self._tenancy.audit.refused(request, error.code)
+        elif isinstance(error, QuotaExceeded):
+            self._tenancy.audit.over_quota(request, error.quota)
+
+    def _settle(self, record: RequestRecord, status: int) -> None:
+        visit = record.visit
+        if visit is None:
+            return
+        usage = self._usage_of(record)
+        self._tenancy.meter.leave(visit, usage, record.num_sequences)
+        if self._tenancy.usage is not None and record.worker_id:
+            self._tenancy.usage.write(_usage_line(record, usage, status))
 
     def _admit(self, record: RequestRecord) -> None:
         if self.draining:
@@ -91,6 +123,7 @@ class Application:
                 f"{self._num_generating} requests are in progress, the limit is {self._limit}",
                 retry_after_s=_RETRY_AFTER_S,
             )
+        record.visit = self._tenancy.meter.enter(record.tenant)
         record.generates = True
         self._num_generating += 1
 
@@ -109,6 +142,8 @@ def _write_line(
     }
     if not complete:
         fields["disconnected"] = True
+    if record.tenant:
+        fields["tenant"] = record.tenant
     if record.trace_id:
         fields["trace_id"] = record.trace_id
     if record.model:
@@ -122,6 +157,23 @@ def _write_line(
     if record.error_code:
         fields["error"] = record.error_code
     request_log.log(level, "answered", extra=fields)
+
+
+def _usage_line(record: RequestRecord, usage: Usage, status: int) -> UsageLine:
+    return UsageLine(
+        at=round(time.time(), 3),
+        request_id=record.request_id,
+        tenant=record.tenant,
+        key_id=record.key_id,
+        model=record.model,
+        worker=record.worker_id,
+        route=record.route,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        output_tokens=usage.output_tokens,
+        accelerator_ms=round(usage.accelerator_ms, 3),
+        status=status,
+    )
 
 
 def _ms(seconds: float) -> float:

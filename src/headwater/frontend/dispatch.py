@@ -5,6 +5,7 @@ from typing import Protocol
 
 from headwater.errors import HeadwaterError
 from headwater.frontend.hints import NO_HINTS, RoutingHints
+from headwater.frontend.records import RequestRecord
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.router.decisions import DecisionRecord
@@ -19,6 +20,14 @@ class TokenSink(Protocol):
 
     def on_error(self, error: HeadwaterError) -> None:
         """The sequence cannot be completed; nothing more comes."""
+        ...
+
+
+class Admission(Protocol):
+    """Whether sequences may go to a worker as far as their tenant's quotas are concerned."""
+
+    def admit(self, record: RequestRecord, requests: Sequence[EngineRequest]) -> None:
+        """Raises `RateLimited`."""
         ...
 
 

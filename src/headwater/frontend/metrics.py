@@ -14,6 +14,8 @@ from prometheus_client.registry import Collector
 
 from headwater.frontend.histogram import Histogram
 from headwater.frontend.router_metrics import RouterCollector, RouterMetrics
+from headwater.frontend.tenants.meter import Meter
+from headwater.frontend.tenants.metrics import TenantCollector
 from headwater.router.view import ClusterView, WorkerView
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -88,8 +90,11 @@ class FrontendMetrics:
 class MetricsPage:
     """Makes the text of `/metrics`."""
 
-    def __init__(self, metrics: FrontendMetrics, view: ClusterView, connections: Callable[[], int]) -> None:
+    def __init__(
+        self, metrics: FrontendMetrics, view: ClusterView, connections: Callable[[], int], meter: Meter
+    ) -> None:
         self._registry = CollectorRegistry()
+        self._registry.register(TenantCollector(meter))
         self._registry.register(_FrontendCollector(metrics, connections))
         self._registry.register(_WorkerCollector(view))
         self._registry.register(RouterCollector(metrics.router, view))

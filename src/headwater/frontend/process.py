@@ -26,7 +26,6 @@ from headwater.errors import ConfigError
 from headwater.frontend.admin import AdminPages, FrontendState
 from headwater.frontend.app import Application
 from headwater.frontend.artifacts import ArtifactCache
-from headwater.frontend.auth import ApiKeys
 from headwater.frontend.cluster import Cluster
 from headwater.frontend.decision_pages import DecisionPages
 from headwater.frontend.dispatcher import ClusterDispatcher
@@ -39,7 +38,9 @@ from headwater.frontend.records import OpenRequests
 from headwater.frontend.request_log import RequestLog
 from headwater.frontend.routes import Route
 from headwater.frontend.routing import build_router, queue_limits
-from headwater.runtime.endpoints import parse_bind
+from headwater.frontend.tenants.admission import usage_of
+from headwater.frontend.tenants.tenancy import Tenancy
+from headwater.runtime.endpoints import is_loopback, parse_bind
 from headwater.runtime.planes import Planes, ZmqPlanes
 from headwater.runtime.registry.base import Registry
 from headwater.runtime.registry.open import open_registry
@@ -80,6 +81,7 @@ class Frontend:
         self._started = self._clock.now()
         self._subscriber = planes.subscriber()
         self._request_log = open_request_log(config.frontend, self._clock)
+        self.tenancy = Tenancy(config.frontend, frontend_id, self._clock, public=not is_loopback(config.frontend.host))
         router = build_router(config.router, frontend_id)
         self.view = router.view
         self.dispatcher = ClusterDispatcher(
@@ -87,7 +89,7 @@ class Frontend:
             records,
             metrics,
             self._clock,
-            limits=queue_limits(config.router),
+            limits=queue_limits(config.router, self.tenancy.weights),
             max_streams=limit * _SEQUENCES_PER_REQUEST,
             notes=self._request_log,
         )
@@ -102,8 +104,14 @@ class Frontend:
             self.dispatcher,
         )
         routes = [*self._admin_routes(frontend_id, metrics), *self._api_routes()]
-        keys = ApiKeys(config.frontend.api_key)
-        self.application = Application(routes, keys, records, metrics, max_concurrent_requests=limit)
+        self.application = Application(
+            routes,
+            self.tenancy,
+            records,
+            metrics,
+            lambda record: usage_of(record, self.view),
+            max_concurrent_requests=limit,
+        )
         self.server = HttpServer(
             self.application,
             http_limits(config.frontend),
@@ -120,14 +128,20 @@ class Frontend:
             num_connections=lambda: self.server.num_connections,
             uptime_s=lambda: self._clock.now() - self._started,
         )
-        page = MetricsPage(metrics, self.view, lambda: self.server.num_connections)
+        page = MetricsPage(metrics, self.view, lambda: self.server.num_connections, self.tenancy.meter)
         decisions = DecisionPages(self.dispatcher.decisions, frontend_id)
         return [*AdminPages(state, self.cluster, self.models, self.view, page).routes(), *decisions.routes()]
 
     def _api_routes(self) -> list[Route]:
         offered = openai_routes(self.models, self.dispatcher, self._config.frontend, self._clock)
         return [
-            Route(spec.method, spec.path, spec.handler, spec.path in _OPEN_PATHS, spec.path in _GENERATING_PATHS)
+            Route(
+                spec.method,
+                spec.path,
+                spec.handler,
+                scope=None if spec.path in _OPEN_PATHS else "inference",
+                generates=spec.path in _GENERATING_PATHS,
+            )
             for spec in offered
         ]
 
@@ -138,6 +152,7 @@ class Frontend:
             port = await self.server.start(frontend.host, frontend.port, reuse_port=share_port)
         except OSError as error:
             raise _cannot_listen(frontend, error) from error
+        self.tenancy.start()
         self.cluster.start()
         return port
 
@@ -147,6 +162,7 @@ class Frontend:
         complete = await self.server.stop(timeout_s)
         await self.cluster.close()
         await self._subscriber.close()
+        await self.tenancy.close()
         if self._request_log is not None:
             await asyncio.to_thread(self._request_log.close)
         return complete

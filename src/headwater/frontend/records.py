@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from headwater.frontend.http.base import HttpRequest
+from headwater.frontend.tenants.meter import Visit
 
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _NO_TRACE = b"0" * 32
@@ -22,7 +23,11 @@ class RequestRecord:
     trace_id: str = ""
     generates: bool = False
     tenant: str = ""
-    """Whose API key it came with."""
+    """Whom it is done for."""
+    key_id: str = ""
+    visit: Visit | None = None
+    """Its part of the tenant's account, if it generates."""
+    num_sequences: int = 0
     model: str = ""
     worker_id: str = ""
     prompt_tokens: int = 0

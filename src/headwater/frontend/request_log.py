@@ -7,7 +7,6 @@ disk is full, is dropped and counted, and said once a minute. FILE.key holds the
 is logged from then on can no longer be matched with what was before.
 """
 
-import contextlib
 import fcntl
 import logging
 import os
@@ -15,7 +14,6 @@ import secrets
 import threading
 from base64 import b64encode
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -25,6 +23,7 @@ import msgspec
 
 from headwater.clock import Clock
 from headwater.errors import ConfigError
+from headwater.frontend.line_file import LineFile
 from headwater.frontend.submission import Submission
 from headwater.protocol.request_log import FORMAT, KEY_BYTES, VERSION, LoggedRequest, LogHeader, Outcome
 from headwater.types import BLOCK_ID_BYTES
@@ -107,7 +106,8 @@ class RequestLog:
         self._complained = float("-inf")
         self._told = 0
         try:
-            self._file = _SharedFile(path, max_bytes, kept_files)
+            header = msgspec.json.encode(LogHeader(FORMAT, VERSION)) + b"\n"
+            self._file = LineFile(path, _key_path(path), max_bytes=max_bytes, kept_files=kept_files, header=header)
             self._secret = _secret(path)
         except OSError as error:
             raise ConfigError(f"cannot record requests in {path}: {error.strerror}") from error
@@ -191,78 +191,6 @@ class RequestLog:
 
     def _name(self, name: str) -> str:
         return blake2b(name.encode(), key=self._secret, digest_size=_NAME_BYTES).hexdigest() if name else ""
-
-
-class _SharedFile:
-    """Whole lines at the end of a file that several processes write to and any of them may rotate."""
-
-    def __init__(self, path: Path, max_bytes: int, kept_files: int) -> None:
-        self._path = path
-        self._max_bytes = max_bytes
-        self._kept_files = kept_files
-        self._descriptor = -1
-        with self._locked():
-            self._open()
-
-    def append(self, lines: list[bytes]) -> None:
-        """Raises `OSError`."""
-        if self._is_stale():
-            with self._locked():
-                self._open()
-        _write_all(self._descriptor, b"".join(lines))
-        if os.fstat(self._descriptor).st_size >= self._max_bytes:
-            self._rotate()
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _is_stale(self) -> bool:
-        """Whether another process has rotated the file, or somebody deleted it."""
-        if self._descriptor < 0:
-            return True
-        try:
-            return os.stat(self._path).st_ino != os.fstat(self._descriptor).st_ino
-        except FileNotFoundError:
-            return True
-
-    def _open(self) -> None:
-        self.close()
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._descriptor = os.open(self._path, flags, 0o600)
-        if os.fstat(self._descriptor).st_size == 0:
-            _write_all(self._descriptor, msgspec.json.encode(LogHeader(FORMAT, VERSION)) + b"\n")
-
-    def _rotate(self) -> None:
-        with self._locked():
-            if not self._is_stale():
-                for number in range(self._kept_files, 0, -1):
-                    source = self._numbered(number - 1)
-                    with contextlib.suppress(FileNotFoundError):
-                        os.replace(source, self._numbered(number))
-                with contextlib.suppress(FileNotFoundError):
-                    self._path.unlink()  # nothing is kept
-            self._open()
-
-    def _numbered(self, number: int) -> Path:
-        return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """One process at a time: opening, rotating."""
-        descriptor = os.open(_key_path(self._path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def _key_path(path: Path) -> Path:

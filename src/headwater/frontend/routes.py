@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from headwater.frontend.http.base import Handler, HttpRequest
 from headwater.frontend.http.replies import Reply, error_reply
+from headwater.frontend.tenants.keyring import Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,8 @@ class Route:
     method: str
     path: str
     handler: Handler
-    open: bool = False
-    """Answered without an API key."""
+    scope: Scope | None = "admin"
+    """What a key must be good for; None: answered without one."""
     generates: bool = False
     """Counts against the limit of concurrent requests, and gets a log line at level info."""
 

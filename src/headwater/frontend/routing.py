@@ -1,7 +1,7 @@
 """The router of a frontend, made from the configuration."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast, get_args
 
 from headwater.config.schema import RouterConfig
@@ -22,7 +22,7 @@ def build_router(config: RouterConfig, frontend_id: str) -> Router:
     return Router(view, policy, affinity)
 
 
-def queue_limits(config: RouterConfig) -> QueueLimits:
+def queue_limits(config: RouterConfig, tenant_weights: Mapping[str, float]) -> QueueLimits:
     """Raises `ConfigError`."""
     classes = _named("--router-class-limit", config.router_class_limit)
     unknown = classes.keys() - set(get_args(PriorityClass))
@@ -35,7 +35,7 @@ def queue_limits(config: RouterConfig) -> QueueLimits:
         max_waiting=config.router_queue_limit,
         max_wait_s=config.router_queue_timeout,
         class_limits={cast(PriorityClass, name): int(limit) for name, limit in classes.items()},
-        tenant_weights=_named("--router-tenant-weight", config.router_tenant_weight),
+        tenant_weights=tenant_weights,
     )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from headwater.frontend.tenants.principal import NOBODY, Principal
+
 Headers = tuple[tuple[bytes, bytes], ...]
 
 
@@ -25,6 +27,8 @@ class HttpRequest:
     path_params: dict[str, str] = field(default_factory=dict[str, str])
     request_id: str = ""
     """The client's `x-request-id` where it is acceptable, else a fresh one; the answer carries it."""
+    principal: Principal = NOBODY
+    """Who asks; filled in by the application."""
     received: float = 0.0
     """Monotonic seconds when the request was complete."""
 

@@ -5,7 +5,7 @@
 | session | `x-session-id`, `x-dynamo-session-id`, `x-claude-code-session-id`; `prompt_cache_key`; `user` |
 | worker | `x-worker-instance-id`, `x-dynamo-worker-instance-id`; `decode_worker_id`, `backend_instance_id` in `nvext` |
 | priority | `x-request-priority`, `x-dynamo-request-priority`; see `sampling.scheduling_priority` |
-| tenant | `x-tenant-id` where it is trusted |
+| tenant | of the key, or `x-tenant-id` from whoever may name tenants |
 | rest | `nvext.agent_hints`: `osl`, `latency_sensitivity`, `prefix_id`, `iat` |
 """
 
@@ -20,7 +20,6 @@ from headwater.frontend.openai.schema import AgentHints, GenerationFields, NvExt
 _SESSION_HEADERS = (b"x-session-id", b"x-dynamo-session-id", b"x-claude-code-session-id")
 _WORKER_HEADERS = (b"x-worker-instance-id", b"x-dynamo-worker-instance-id")
 _PRIORITY_HEADERS = (b"x-request-priority", b"x-dynamo-request-priority")
-TENANT_HEADER = b"x-tenant-id"
 _MAX_NAME_CHARS = 256
 _MOST_SENSITIVE = 10.0
 _MAX_PRIORITY = 2**31 - 1
@@ -59,11 +58,6 @@ def header_priority(headers: Headers) -> int | None:
             f"x-request-priority is {short_json(given)}, expected an integer of 32 bits", param="x-request-priority"
         )
     return -int(digits) if sign else int(digits)
-
-
-def trusted_tenant(headers: Headers) -> str:
-    """What a trusted gateway calls the tenant; empty when it says nothing."""
-    return _header(headers, (TENANT_HEADER,)) or ""
 
 
 def _worker(nvext: NvExt, headers: Headers) -> str | None:

@@ -12,6 +12,7 @@ from headwater.frontend.openai.hints import header_priority, routing_hints
 from headwater.frontend.openai.model import ServedModel
 from headwater.frontend.openai.sampling import cache_salt, scheduling_priority
 from headwater.frontend.openai.schema import GenerationFields, StreamOptions
+from headwater.frontend.tenants.principal import NOBODY, Principal
 
 
 def stream_options(fields: GenerationFields) -> StreamOptions:
@@ -32,12 +33,11 @@ class Asker(msgspec.Struct, frozen=True):
     request_id: str
     clock: Clock
     headers: Mapping[bytes, bytes] = msgspec.field(default_factory=dict[bytes, bytes])
-    tenant: str = ""
-    """As a trusted gateway says."""
+    principal: Principal = NOBODY
 
     def salt(self, fields: GenerationFields) -> str:
         """Requests share cached prefixes only with the same one."""
-        return self.tenant or cache_salt(fields)
+        return self.principal.salt(cache_salt(fields))
 
     def priority(self, fields: GenerationFields) -> int:
         """Higher is served first. Raises `InvalidRequest`."""
@@ -46,7 +46,7 @@ class Asker(msgspec.Struct, frozen=True):
 
     def hints(self, fields: GenerationFields) -> RoutingHints:
         """Raises `InvalidRequest`."""
-        return routing_hints(fields, self.headers, self.tenant, cache_salt(fields))
+        return routing_hints(fields, self.headers, self.principal.tenant, cache_salt(fields))
 
     def head(self, stem: str, asked_model: str, model: ServedModel) -> Head:
         """The model is called as the client called it."""

@@ -23,7 +23,6 @@ from headwater.frontend.openai.answers import ModelAnswer, ModelList
 from headwater.frontend.openai.chat import prepare_chat
 from headwater.frontend.openai.completions import prepare_completion
 from headwater.frontend.openai.generation import Generation
-from headwater.frontend.openai.hints import trusted_tenant
 from headwater.frontend.openai.model import ModelLookup, ServedModel, build_model
 from headwater.frontend.openai.openapi import docs_page, openapi_document
 from headwater.frontend.openai.preparation import Asker
@@ -108,7 +107,6 @@ class _Api:
         self._models = models
         self._around = Surroundings(dispatcher, clock, config.request_timeout)
         self._strict = config.strict
-        self._trusting = config.trust_tenant_header
         self._clock = clock
         self._threads = Threads()
 
@@ -117,8 +115,7 @@ class _Api:
 
         def handle(request: HttpRequest, responder: Responder) -> Awaitable[None] | None:
             since = self._clock.now()
-            headers = request.headers
-            asker = Asker(request.request_id, self._clock, headers, trusted_tenant(headers) if self._trusting else "")
+            asker = Asker(request.request_id, self._clock, request.headers, request.principal)
             if len(request.body) > INLINE_BODY_BYTES:
                 return in_thread(request, responder, asker, since)
             try:
