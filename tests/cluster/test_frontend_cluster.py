@@ -1,164 +1,26 @@
 """The frontend's side of a cluster: discovery, models, dispatch and loss, over both kinds of planes."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
-import uvloop
+from frontend_rig import Rig, Sink
 from scripted_worker import ARTIFACTS, ScriptedWorker, scripted_card, until
 
-from headwater.clock import RealClock
 from headwater.errors import (
     Draining,
-    HeadwaterError,
     InvalidRequest,
-    ModelError,
     ModelNotFound,
     NoWorkers,
     Overloaded,
     WorkerLost,
 )
-from headwater.frontend.artifacts import ArtifactCache
-from headwater.frontend.cluster import Cluster
-from headwater.frontend.dispatcher import ClusterDispatcher
-from headwater.frontend.metrics import FrontendMetrics
-from headwater.frontend.models import ModelSet
-from headwater.frontend.records import OpenRequests
-from headwater.protocol.cluster import CatalogueEntry, ModelCard
+from headwater.protocol.cluster import CatalogueEntry
 from headwater.protocol.events import FrontendLoad, LoadReport
 from headwater.protocol.frames import ArtifactChunk
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
-from headwater.router.policies import LeastLoaded
-from headwater.router.router import Router
-from headwater.router.view import ClusterView
-from headwater.runtime.endpoints import IpcEndpoints
-from headwater.runtime.planes import InprocPlanes, Planes, ZmqPlanes
 from headwater.runtime.registry.base import Outage
-from headwater.runtime.registry.memory import MemoryRegistry, MemoryStore
-from headwater.runtime.wire import Limits
-
-
-@dataclass
-class Built:
-    card: ModelCard
-    artifacts: Mapping[str, bytes]
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.outputs: list[SequenceOutput] = []
-        self.error: HeadwaterError | None = None
-
-    def on_output(self, output: SequenceOutput) -> None:
-        self.outputs.append(output)
-
-    def on_error(self, error: HeadwaterError) -> None:
-        assert self.error is None
-        self.error = error
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [token for output in self.outputs for token in output.token_ids]
-
-
-@dataclass
-class Rig:
-    """Everything of a frontend but HTTP and the API layer."""
-
-    planes: Planes
-    registry: MemoryRegistry
-    view: ClusterView
-    models: ModelSet[Built]
-    dispatcher: ClusterDispatcher
-    cluster: Cluster
-    workers: list[ScriptedWorker] = field(default_factory=list)
-    build_failures: int = 0
-
-    async def worker(self, worker_id: str, card: ModelCard | None = None, **options) -> ScriptedWorker:
-        worker = ScriptedWorker(worker_id, self.planes, card, **options)
-        self.workers.append(worker)
-        await worker.start(self.registry)
-        return worker
-
-    async def serving(self, *worker_ids: str) -> list[ScriptedWorker]:
-        workers = [await self.worker(worker_id) for worker_id in worker_ids]
-        await until(lambda: self.models.ready and len(self.view.eligible("f1")) == len(workers))
-        return workers
-
-    def worker_of(self, stream: int) -> str | None:
-        decision = self.dispatcher.decision_of(stream)
-        return decision.worker_id if decision is not None else None
-
-    def submit(
-        self,
-        *,
-        n: int = 1,
-        prompt: bytes = b"\1\0\0\0" * 20,
-        max_tokens: int = 10,
-        sinks: list[Sink] | None = None,
-    ) -> tuple[list[int], list[Sink]]:
-        requests = [EngineRequest(0, "r1", "m", prompt, SamplingParams(max_tokens=max_tokens)) for _ in range(n)]
-        sinks = sinks or [Sink() for _ in range(n)]
-        return self.dispatcher.submit(self.models.get("m").card, requests, sinks), sinks
-
-
-@contextlib.asynccontextmanager
-async def rig(planes: Planes, cache: Path | None = None, max_streams: int = 100) -> AsyncIterator[Rig]:
-    registry = MemoryRegistry(MemoryStore())
-    view = ClusterView()
-    dispatcher = ClusterDispatcher(
-        Router(view, LeastLoaded()), OpenRequests(), FrontendMetrics(), RealClock(), max_streams=max_streams
-    )
-    made: list[Rig] = []
-
-    def build(card: ModelCard, artifacts: Mapping[str, bytes]) -> Built:
-        if made[0].build_failures:
-            made[0].build_failures -= 1
-            raise ModelError("no good")
-        return Built(card, artifacts)
-
-    models = ModelSet(view, build, ArtifactCache(cache))
-    subscriber = planes.subscriber()
-    cluster = Cluster(registry, lambda address: planes.link(address, "fe-1"), subscriber, view, models, dispatcher)
-    running = Rig(planes, registry, view, models, dispatcher, cluster)
-    made.append(running)
-    cluster.start()
-    try:
-        yield running
-    finally:
-        await cluster.close()
-        await cluster.close()
-        await subscriber.close()
-        for worker in running.workers:
-            await worker.close()
-        await registry.close()
-        view.check()
-
-
-Scenario = Callable[[Rig], Awaitable[None]]
-
-
-@pytest.fixture(params=["inproc", "zmq"])
-def play(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
-    """Runs a scenario over the planes of the parameter."""
-
-    def run(scenario: Scenario, **options) -> None:
-        async def main() -> None:
-            limits = Limits(heartbeat_s=0.1, silence_s=1.0)
-            planes: Planes = InprocPlanes(limits)
-            if request.param == "zmq":
-                planes = ZmqPlanes(IpcEndpoints(tmp_path / "s"), limits)
-            async with rig(planes, **options) as running:
-                await scenario(running)
-            await planes.close()
-
-        uvloop.run(main())
-
-    return run
 
 
 def test_a_worker_that_appears_is_connected_its_model_built_and_served(play) -> None:
@@ -240,36 +102,12 @@ def test_an_abort_reaches_the_worker_and_silences_the_sink(play) -> None:
     play(scenario)
 
 
-def test_a_lost_worker_leaves_rotation_at_once_and_its_streams_end_with_an_error(play) -> None:
-    async def scenario(rig: Rig) -> None:
-        first, second = await rig.serving("w1", "w2")
-        lost_streams, lost_sinks = rig.submit(n=2)
-        kept_streams, (kept,) = rig.submit()
-        await until(lambda: len(first.requests) + len(second.requests) == 3)
-        loser, keeper = (first, second) if rig.worker_of(lost_streams[0]) == "w1" else (second, first)
-        await loser.vanish()
-        await until(lambda: all(sink.error is not None for sink in lost_sinks))
-        assert all(isinstance(sink.error, WorkerLost) for sink in lost_sinks)
-        assert loser.worker_id in str(lost_sinks[0].error)
-        assert [worker.worker_id for worker in rig.view.eligible("f1")] == [keeper.worker_id]
-        for _ in range(5):
-            streams, _ = rig.submit()
-            assert rig.worker_of(streams[0]) == keeper.worker_id
-        keeper.finish(kept_streams[0])
-        await until(lambda: bool(kept.outputs))
-        assert kept.error is None
-
-    play(scenario)
-
-
 def test_a_worker_whose_connection_broke_comes_back_while_its_lease_stands(play) -> None:
     async def scenario(rig: Rig) -> None:
         (worker,) = await rig.serving("w1")
         connection = rig.cluster.connection("w1")
         assert connection is not None
-        _, (sink,) = rig.submit()
         connection._on_broken(WorkerLost("cut by the test"))
-        assert isinstance(sink.error, WorkerLost)
         assert rig.view.eligible("f1") == []
         await until(lambda: bool(rig.view.eligible("f1")))
         streams, (sink,) = rig.submit()
@@ -448,7 +286,7 @@ def test_a_sequence_that_a_worker_refuses_goes_to_another(play) -> None:
         (second,) = (worker for worker in workers.values() if worker is not first)
         assert rig.worker_of(streams[0]) == second.worker_id
         assert {w.worker_id: w.booked_sequences for w in rig.view.workers} == {first.worker_id: 0, second.worker_id: 1}
-        second.finish(streams[0], [7])
+        second.finish(second.requests[0].stream, [7])
         await until(lambda: sink.token_ids == [7])
         assert sink.error is None
 
@@ -466,20 +304,6 @@ def test_a_sequence_that_every_worker_refuses_ends_with_the_last_refusal(play) -
         assert isinstance(sink.error, Overloaded)
         assert sum(len(worker.requests) for worker in rig.workers) == 2
         assert all(worker.booked_sequences == 0 for worker in rig.view.workers)
-
-    play(scenario)
-
-
-def test_an_error_after_the_first_token_is_final(play) -> None:
-    async def scenario(rig: Rig) -> None:
-        workers = await rig.serving("w1", "w2")
-        streams, (sink,) = rig.submit()
-        worker = next(w for w in workers if w.worker_id == rig.worker_of(streams[0]))
-        await until(lambda: bool(worker.requests))
-        worker.step(SequenceOutput(streams[0], [1]))
-        worker.refuse(streams[0], "draining", "this worker is draining")
-        await until(lambda: sink.error is not None)
-        assert sum(len(w.requests) for w in workers) == 1
 
     play(scenario)
 

@@ -105,7 +105,7 @@ async def setting(folder: Path) -> AsyncIterator[Setting]:
 
 
 @pytest.mark.usefixtures("demo_model")
-def test_a_killed_worker_costs_its_own_streams_an_error_and_nobody_else_anything(run_folder: Path) -> None:
+def test_a_killed_worker_costs_nobody_anything(run_folder: Path) -> None:
     async def main() -> None:
         async with setting(run_folder) as it:
             victim, survivor = [await it.add_worker() for _ in range(2)]
@@ -118,7 +118,7 @@ def test_a_killed_worker_costs_its_own_streams_an_error_and_nobody_else_anything
             await until(lambda: it.eligible() == {survivor})
             assert await it.stream() == "complete", "new requests go where somebody lives"
             outcomes = await asyncio.gather(*streams)
-            assert sorted(outcomes) == ["complete"] * 8 + ["worker_lost"] * 8
+            assert outcomes == ["complete"] * 16
             assert it.booked() == {survivor: 0}
             replacement = await it.add_worker()
             assert it.eligible() == {survivor, replacement}
@@ -147,7 +147,7 @@ def test_a_worker_that_is_told_to_leave_costs_nobody_anything(run_folder: Path) 
 
 
 @pytest.mark.usefixtures("demo_model")
-def test_a_stopped_worker_is_given_up_and_taken_back_when_it_goes_on(run_folder: Path) -> None:
+def test_a_stopped_worker_costs_nobody_anything_and_is_taken_back_when_it_goes_on(run_folder: Path) -> None:
     async def main() -> None:
         async with setting(run_folder) as it:
             frozen, awake = [await it.add_worker() for _ in range(2)]
@@ -156,7 +156,7 @@ def test_a_stopped_worker_is_given_up_and_taken_back_when_it_goes_on(run_folder:
             await until(lambda: sum(it.booked().values()) == 8)
             it.workers[frozen].send_signal(signal.SIGSTOP)
             outcomes = await asyncio.gather(*streams)
-            assert sorted(outcomes) == ["complete"] * 4 + ["worker_lost"] * 4
+            assert outcomes == ["complete"] * 8
             assert it.eligible() == {awake}
             it.workers[frozen].send_signal(signal.SIGCONT)
             await until(lambda: it.eligible() == {frozen, awake}, 20)

@@ -10,7 +10,7 @@ from headwater.logs import configure_logging
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_flags(parser, sections=("frontend", "router", "runtime"), names=("frontends",))
+    add_config_flags(parser, sections=("frontend", "router", "faults", "runtime"), names=("frontends",))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -131,6 +131,19 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout: Annotated[Seconds, _doc("Time for running streams to finish on SIGTERM.")] = 30.0
 
 
+class FaultsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a frontend does about workers that fail and clients that come back."""
+
+    hang_timeout: Annotated[
+        Seconds, _doc("Least silence of a busy worker that is a hang, if it is 5 of its steps as well; 0: never.")
+    ] = 2.0
+    canary_interval: Annotated[Seconds, _doc("Idle time after which a worker is tried with one token; 0: never.")] = (
+        30.0
+    )
+    migration_limit: Annotated[Count, _doc("Times that a stream may go on at another worker.")] = 8
+    migration_timeout: Annotated[Seconds, _doc("Longest wait of a stream that no worker can take over.")] = 30.0
+
+
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole graph that `headwater serve` runs."""
 
@@ -138,6 +151,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frontend: FrontendConfig = FrontendConfig()
     router: RouterConfig = RouterConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    faults: FaultsConfig = FaultsConfig()
     workers: Annotated[Positive, _doc("Worker processes.")] = 1
     frontends: Annotated[Positive, _doc("Frontend processes sharing the port.")] = 1
     ready_timeout: Annotated[Seconds, _doc("Time without progress before start-up is given up; 0: never.")] = 600.0

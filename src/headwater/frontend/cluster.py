@@ -1,9 +1,10 @@
 """The cluster as this frontend sees it: follows the registry, keeps a connection to every worker.
 
 Who may get requests: a worker with a lease in state `ready`, once it is connected. A broken connection takes it out
-of rotation at once and ends its open streams with an error; while its lease stands it is connected again. A lease
-that is gone takes it out of rotation at once too, but its streams go on as long as the connection lives: a worker
-that gives up its lease may still be finishing. A registry outage changes nothing.
+of rotation at once and its open streams go on elsewhere; while its lease stands it is connected again. A lease that is
+gone takes it out of rotation at once too, but its streams go on as long as the connection lives: a worker that gives up
+its lease may still be finishing. One that does not move on (`headwater.frontend.vigil`) is put aside: its streams go on
+elsewhere, and it is back in service once it answers a canary. A registry outage changes nothing.
 """
 
 import asyncio
@@ -14,9 +15,11 @@ from typing import Any
 from headwater.errors import HeadwaterError, WorkerLost
 from headwater.frontend.connection import OpenLink, WorkerConnection
 from headwater.frontend.dispatcher import ClusterDispatcher
+from headwater.frontend.fault_metrics import FaultMetrics
 from headwater.frontend.models import ModelSet
+from headwater.frontend.vigil import Vigil, VigilLimits
 from headwater.protocol.cluster import Instance
-from headwater.protocol.events import EventBatch, EventSnapshot
+from headwater.protocol.events import EventBatch, EventSnapshot, LoadReport
 from headwater.protocol.frames import StepFrame
 from headwater.router.view import ClusterView
 from headwater.runtime.events.base import EventSubscriber
@@ -34,6 +37,10 @@ from headwater.runtime.registry.base import (
 logger = logging.getLogger(__name__)
 
 _RESUBSCRIBE_DELAY_S = 2.0
+_FIRST_CANARY_S = 0.5
+_LONGEST_CANARY_DELAY_S = 30.0
+_FORGET_QUARANTINES_S = 120.0
+"""In service for so long: its next quarantine counts as the first again."""
 
 
 class Cluster:
@@ -47,6 +54,7 @@ class Cluster:
         view: ClusterView,
         models: ModelSet[Any],
         dispatcher: ClusterDispatcher,
+        vigil: VigilLimits | None = None,
     ) -> None:
         self.registry_reachable = True
         self._registry = registry
@@ -57,11 +65,15 @@ class Cluster:
         self._dispatcher = dispatcher
         self._connections: dict[str, WorkerConnection] = {}
         self._retired: set[WorkerConnection] = set()
+        self._vigil = Vigil(view, vigil or VigilLimits())
+        self._faults: FaultMetrics = dispatcher.faults
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._spawn(self._follow_registry())
+        self._spawn(self._keep_vigil())
 
     async def close(self) -> None:
         """Idempotent."""
@@ -125,6 +137,7 @@ class Cluster:
     def _gone(self, worker_id: str) -> None:
         connection = self._connections.pop(worker_id, None)
         self._view.remove(worker_id)
+        self._vigil.remove(worker_id)
         if connection is None:
             return
         logger.info("worker %s is gone from the registry", worker_id)
@@ -147,20 +160,29 @@ class Cluster:
     def on_connected(self, connection: WorkerConnection) -> None:
         if connection.retired:
             return
-        worker_id = connection.worker_id
-        logger.info("worker %s is connected", worker_id)
-        self._view.set_connected(worker_id, True)
-        self._dispatcher.add_connection(connection)
+        logger.info("worker %s is connected", connection.worker_id)
+        if not connection.quarantined:
+            self._admit(connection)
         self._models.add_source(connection)
         self._spawn(self._subscribe(connection))
 
+    def _admit(self, connection: WorkerConnection) -> None:
+        """It may get requests from now on, as far as its record says so."""
+        connection.admitted = self._loop.time()
+        self._vigil.add(connection.worker_id, connection.admitted)
+        self._view.set_connected(connection.worker_id, True)
+        self._dispatcher.add_connection(connection)
+        self._models.refresh()
+
     def on_step(self, connection: WorkerConnection, frame: StepFrame) -> None:
-        self._dispatcher.on_step(frame)
+        self._vigil.stepped(connection.worker_id, self._loop.time())
+        self._dispatcher.on_step(connection, frame)
         if connection.retired and not self._dispatcher.has_streams(connection):
             self._retired.discard(connection)
             self._spawn(self._end(connection))
 
     def on_lost(self, connection: WorkerConnection, error: HeadwaterError) -> None:
+        self._vigil.remove(connection.worker_id)
         self._view.set_connected(connection.worker_id, False)
         self._dispatcher.remove_connection(connection, error)
         self._models.remove_source(connection)
@@ -185,10 +207,76 @@ class Cluster:
         await self._subscriber.unsubscribe(connection.instance.event_address)
 
     def _on_batch(self, batch: EventBatch) -> None:
+        for event in batch.events:
+            if isinstance(event, LoadReport):
+                self._vigil.reported(batch.worker_id, event, self._loop.time())
         self._view.apply(batch.worker_id, batch.events)
 
     def _on_snapshot(self, snapshot: EventSnapshot) -> None:
         self._view.rebuild(snapshot)
+
+    # -- the vigil ----------------------------------------------------------------------------------------------
+
+    async def _keep_vigil(self) -> None:
+        look_s = self._vigil.limits.look_s
+        last = self._loop.time()
+        while True:
+            await asyncio.sleep(look_s)
+            now = self._loop.time()
+            self._vigil.forgive(max(0.0, now - last - 2 * look_s))
+            last = now
+            for worker_id, silent_s in self._vigil.hanging(now):
+                self._quarantine(worker_id, f"worker {worker_id} has not moved on for {silent_s:.1f} s")
+            for worker_id in self._vigil.due_for_canary(now):
+                self._spawn(self._check_idle(worker_id))
+
+    async def _check_idle(self, worker_id: str) -> None:
+        connection = self._connections.get(worker_id)
+        worker = self._view.worker(worker_id)
+        if connection is None or worker is None or not worker.eligible:
+            return
+        try:
+            await self._dispatcher.probes.probe(connection, self._vigil.bound_s(worker))
+        except HeadwaterError as error:
+            if connection.connected:
+                self._quarantine(worker_id, error.message)
+
+    def _quarantine(self, worker_id: str, reason: str) -> None:
+        connection = self._connections.get(worker_id)
+        if connection is None or connection.quarantined:
+            return
+        recent = self._loop.time() - connection.admitted < _FORGET_QUARANTINES_S
+        connection.quarantined = True
+        connection.num_quarantines = connection.num_quarantines + 1 if recent else 1
+        self._faults.quarantined += 1
+        self._vigil.remove(worker_id)
+        self._view.set_connected(worker_id, False)
+        self._models.refresh()
+        self._dispatcher.abandon(connection, WorkerLost(reason), reason)
+        logger.warning("%s: it gets no requests until it answers a canary", reason)
+        self._spawn(self._await_recovery(connection))
+
+    async def _await_recovery(self, connection: WorkerConnection) -> None:
+        """Ask until it answers, ever more seldom; the more often it was put aside of late, the later."""
+        delay_s = _FIRST_CANARY_S * 2.0 ** min(connection.num_quarantines - 1, 6)
+        while not connection.retired:
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, _LONGEST_CANARY_DELAY_S)
+            if await self._answers(connection):
+                break
+        connection.quarantined = False
+        if connection.connected and not connection.retired:
+            logger.warning("worker %s moves on again and is back in service", connection.worker_id)
+            self._faults.returned += 1
+            self._admit(connection)
+
+    async def _answers(self, connection: WorkerConnection) -> bool:
+        worker = self._view.worker(connection.worker_id)
+        try:
+            await self._dispatcher.probes.probe(connection, self._vigil.bound_s(worker) if worker is not None else 2.0)
+        except HeadwaterError:
+            return False
+        return True
 
     # -- tasks --------------------------------------------------------------------------------------------------
 

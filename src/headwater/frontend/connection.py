@@ -46,6 +46,12 @@ class WorkerConnection:
         self.instance = instance
         self.retired = False
         """The lease is gone: do not connect again."""
+        self.quarantined = False
+        """It did not move on: it gets nothing until it has answered a canary."""
+        self.num_quarantines = 0
+        """Of late."""
+        self.admitted = 0.0
+        """When it last came into service; monotonic seconds."""
         self.last_error: str | None = None
         self._open_link = open_link
         self._owner = owner

@@ -1,44 +1,52 @@
 """Sequences to workers, tokens back to their sinks.
 
 One frame per engine step comes in; each output is looked up by its stream and handed on. A request waits in the
-router's queue while no worker is open to it. A worker that refuses a sequence before its first token (it drains, or is
-full) costs nothing but a detour: another worker is asked. Invariants: a sink hears of its end exactly once, by an
-output with a finish reason or by an error, and nothing after it or after `abort`; a stream's booking ends with the
-stream; the number of open streams is bounded.
+router's queue while no worker is open to it. What a worker refuses, loses or leaves behind goes on elsewhere
+(`headwater.frontend.moves`); the sink sees one unbroken sequence of tokens. Invariants: a sink hears of its end exactly
+once, by an output with a finish reason or by an error, and nothing after it or after `abort`; no token is delivered
+twice; a stream's booking ends with the stream; the number of open streams is bounded.
 """
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from headwater.clock import Clock
-from headwater.errors import Draining, HeadwaterError, InternalError, Overloaded, Unavailable, WorkerLost
+from headwater.errors import Draining, EngineFailed, HeadwaterError, InternalError, Overloaded, WorkerLost
 from headwater.frontend.connection import WorkerConnection
-from headwater.frontend.dispatch import TokenSink
+from headwater.frontend.dispatch import Admission, TokenSink
+from headwater.frontend.fault_metrics import FaultMetrics
 from headwater.frontend.hints import NO_HINTS, RoutingHints
 from headwater.frontend.journal import DecisionJournal
 from headwater.frontend.metrics import FrontendMetrics
+from headwater.frontend.moves import MoveLimits, Moves
+from headwater.frontend.placing import Placer
+from headwater.frontend.probes import Probes
 from headwater.frontend.records import OpenRequests, RequestRecord
 from headwater.frontend.remote_errors import error_from
 from headwater.frontend.request_log import RequestNotes, ended_request
-from headwater.frontend.stream import Stream
+from headwater.frontend.stream import Stream, Streams
 from headwater.frontend.submission import Submission
 from headwater.protocol.cluster import ModelCard
-from headwater.protocol.frames import Abort, StepFrame, Submit
+from headwater.protocol.frames import Abort, StepFrame
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.router.decisions import DecisionLog, DecisionRecord
 from headwater.router.queue import AdmissionQueue, Outcome, Placed, QueueLimits
 from headwater.router.router import Router
-from headwater.router.view import WorkerView
 
 logger = logging.getLogger(__name__)
 
-_MAX_WORKERS_ASKED = 3
-_MAX_SUBMIT_BYTES = 8 * 1024 * 1024
-"""Prompts beyond this travel one sequence a frame."""
 _QUEUE_TICK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchLimits:
+    queue: QueueLimits = field(default_factory=QueueLimits)
+    moves: MoveLimits = field(default_factory=MoveLimits)
+    max_streams: int = 65_536
+    """Open sequences."""
 
 
 class ClusterDispatcher:
@@ -50,35 +58,42 @@ class ClusterDispatcher:
         records: OpenRequests,
         metrics: FrontendMetrics,
         clock: Clock,
-        *,
-        limits: QueueLimits | None = None,
-        max_streams: int = 65_536,
+        limits: DispatchLimits | None = None,
         notes: RequestNotes | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self.draining = False
         self._notes = notes
+        self._admission = admission
         self._router = router
         self._records = records
         self._metrics = metrics
         self._clock = clock
-        self._max_streams = max_streams
-        self._queue = AdmissionQueue(router, limits)
+        limits = limits or DispatchLimits()
+        self._max_streams = limits.max_streams
+        self._queue = AdmissionQueue(router, limits.queue)
         self._next_pump: asyncio.Handle | None = None
         self._journal = DecisionJournal(router, metrics.router)
-        self._connections: dict[str, WorkerConnection] = {}
-        self._streams: dict[int, Stream] = {}
-        self._numbers = itertools.count(1)
+        self._streams = Streams()
+        self._placer = Placer(router, self._journal)
+        self._moves = Moves(self._streams, self._placer, self._journal, metrics.faults, self._fail, limits.moves)
+        metrics.faults.waiting = lambda: len(self._moves)
+        self.probes = Probes()
 
     @property
     def num_streams(self) -> int:
         return len(self._streams)
 
     @property
+    def faults(self) -> FaultMetrics:
+        return self._metrics.faults
+
+    @property
     def decisions(self) -> DecisionLog:
         return self._journal.log
 
     def has_streams(self, connection: WorkerConnection) -> bool:
-        return any(stream.connection is connection for stream in self._streams.values())
+        return any(stream.connection is connection for stream in self._streams)
 
     # -- Dispatcher ---------------------------------------------------------------------------------------------
 
@@ -95,6 +110,8 @@ class ClusterDispatcher:
             raise Overloaded(f"this frontend has {len(self._streams)} sequences open, at most {self._max_streams} fit")
         now = self._clock.now()
         record = self._record(requests, card, now)
+        if self._admission is not None:
+            self._admission.admit(record, requests)
         submission = Submission.of(card, requests, hints, record.tenant, self._clock.epoch() - now)
         self._journal.begin(submission.record)
         try:
@@ -106,87 +123,97 @@ class ClusterDispatcher:
             raise
         record.prompt_tokens += submission.request.num_prompt_tokens
         metrics = self._metrics.model(card.name)
-        for request, sink in zip(requests, sinks, strict=True):
-            request.stream = next(self._numbers)
-            self._streams[request.stream] = Stream(sink, request, record, metrics, submission)
-        streams = [request.stream for request in requests]
+        streams = [
+            Stream(sink, request, record, metrics, submission) for request, sink in zip(requests, sinks, strict=True)
+        ]
+        numbers = [self._streams.add(stream) for stream in streams]
         if placed is None:
             self._pump_soon()
-            return streams
+            return numbers
         try:
-            self._send(submission, placed, now)
+            self._placer.place(submission, placed, streams, now)
         except HeadwaterError as error:
             self._journal.refused(submission.record, error)
-            for number in streams:
-                del self._streams[number]
+            for stream in streams:
+                self._streams.remove(stream)
             raise
-        return streams
+        return numbers
 
     def abort(self, streams: Sequence[int]) -> None:
         by_connection: dict[WorkerConnection, list[int]] = {}
         for number in streams:
-            stream = self._streams.pop(number, None)
+            stream = self._streams.find(number)
             if stream is None:
                 continue
-            self._release(stream, None, "aborted")
+            self._metrics.faults.cancelled(stream.stage)
             if stream.connection is not None:
-                by_connection.setdefault(stream.connection, []).append(number)
-            else:
-                self._leave_line(number, stream)
+                by_connection.setdefault(stream.connection, []).append(stream.request.stream)
+            self._end(stream, None, "aborted")
         for connection, numbers in by_connection.items():
             _send_abort(connection, numbers)
-        if len(self._queue):
+        if self._busy:
             self._pump_soon()
 
     def decision_of(self, stream: int) -> DecisionRecord | None:
-        found = self._streams.get(stream)
+        found = self._streams.find(stream)
         return found.submission.record if found is not None else None
 
     # -- told by the cluster ------------------------------------------------------------------------------------
 
     def add_connection(self, connection: WorkerConnection) -> None:
-        self._connections[connection.worker_id] = connection
-        if len(self._queue):
+        self._placer.connections[connection.worker_id] = connection
+        if self._busy:
             self._pump_soon()
 
     def remove_connection(self, connection: WorkerConnection, error: HeadwaterError) -> None:
-        """Nothing goes there any more; its open streams end with an error. Addresses and the like stay in the log."""
-        if self._connections.get(connection.worker_id) is connection:
-            del self._connections[connection.worker_id]
-        lost = [number for number, stream in self._streams.items() if stream.connection is connection]
-        if lost:
-            logger.warning("worker %s was lost with %d open sequences: %s", connection.worker_id, len(lost), error)
-        for number in lost:
-            self._fail(number, WorkerLost(f"worker {connection.worker_id} was lost while it worked on this request"))
+        """Nothing goes there any more; its streams go on elsewhere. Addresses and the like stay in the log."""
+        told = WorkerLost(f"worker {connection.worker_id} was lost while it worked on this request")
+        self.abandon(connection, told, error.message)
 
-    def on_step(self, frame: StepFrame) -> None:
+    def abandon(self, connection: WorkerConnection, error: HeadwaterError, reason: str) -> None:
+        """As if it were gone, although it may be connected. `error` is for clients, `reason` for the log."""
+        if self._placer.connections.get(connection.worker_id) is connection:
+            del self._placer.connections[connection.worker_id]
+        lost = self._streams.at(connection)
+        if not lost:
+            return
+        logger.warning("worker %s was lost with %d open sequences: %s", connection.worker_id, len(lost), reason)
+        _send_abort(connection, [stream.request.stream for stream in lost])
+        self._moves.lost(lost, error, self._clock.now())
+        if self._busy:
+            self._pump_soon()
+
+    def on_step(self, connection: WorkerConnection, frame: StepFrame) -> None:
         """Outputs of one engine step. The hot loop: everything here is paid per token."""
-        streams = self._streams
+        streams = self._streams.at_workers
         now = self._clock.now()
+        failed: list[tuple[Stream, HeadwaterError]] = []
         for output in frame.outputs:
             stream = streams.get(output.stream)
             if stream is None:
+                self.probes.answered(output)
                 continue
             if output.error is not None:
-                self._on_worker_error(output.stream, stream, error_from(output.error))
+                failed.append((stream, error_from(output.error)))
                 continue
+            if not stream.begun:
+                self._begin(stream, output, now)
             count = len(output.token_ids)
             if count:
-                if stream.num_tokens:
+                if stream.last:
                     stream.metrics.inter_token_latency.observe((now - stream.last) / count, count)
-                else:
-                    self._on_first_tokens(stream, output, now)
-                stream.num_tokens += count
+                stream.tokens.extend(output.token_ids)
                 stream.last = now
             if output.finish_reason is not None:
-                del streams[output.stream]
-                self._release(stream, stream.num_tokens, "finished")
+                self._end(stream, stream.num_tokens, "finished")
             try:
                 stream.sink.on_output(output)
             except Exception:  # border to the API layer: one request's trouble must not hold up the step's others
                 logger.exception("request %s: taking output failed", stream.record.request_id)
-                self._give_up(output.stream, stream)
-        if len(self._queue):
+                self._give_up(stream)
+        if failed:
+            self._on_worker_errors(connection, failed, now)
+        if self._busy:
             self._pump_soon()
 
     def close(self) -> None:
@@ -194,47 +221,8 @@ class ClusterDispatcher:
         self.draining = True
         if self._next_pump is not None:
             self._next_pump.cancel()
-        for number in list(self._streams):
-            self._fail(number, Draining("this frontend was shut down"))
-
-    # -- to a worker --------------------------------------------------------------------------------------------
-
-    def _send(self, submission: Submission, placed: Placed, now: float) -> None:
-        """Raises what keeps the worker from being told; nothing is booked then."""
-        worker, asked = placed.worker, submission.request
-        self._journal.decided(submission.record, asked, worker, placed.decision)
-        connection = self._connection_to(worker)
-        cached_tokens = placed.decision.cached_tokens
-        for request in submission.requests:
-            request.expected_cached_tokens = cached_tokens
-            cached_tokens = asked.num_prompt_tokens  # computed once, the other sequences find it there
-        _send(connection, submission.requests)
-        self._journal.placed(submission.record, now - submission.since)
-        for request in submission.requests:
-            stream = self._streams[request.stream]
-            self._book(stream, connection, worker, request.expected_cached_tokens, now)
-        stream.metrics.submitted(asked.num_prompt_tokens, len(submission.requests), now - stream.record.received)
-
-    def _book(
-        self, stream: Stream, connection: WorkerConnection, worker: WorkerView, cached_tokens: int, now: float
-    ) -> None:
-        asked = stream.submission.request
-        stream.connection, stream.sent = connection, now
-        stream.record.worker_id = worker.worker_id
-        stream.booking = self._router.view.book(
-            worker,
-            asked.num_prompt_tokens,
-            asked.max_tokens,
-            cached_tokens,
-            asked.keys,
-            asked.expected_output_tokens,
-        )
-
-    def _connection_to(self, worker: WorkerView) -> WorkerConnection:
-        connection = self._connections.get(worker.worker_id)
-        if connection is None:
-            raise InternalError(f"worker {worker.worker_id} was chosen and has no connection")
-        return connection
+        for stream in list(self._streams):
+            self._fail(stream, Draining("this frontend was shut down"))
 
     # -- the queue ----------------------------------------------------------------------------------------------
 
@@ -248,26 +236,33 @@ class ClusterDispatcher:
         """Let those in line go ahead."""
         self._next_pump = None
         now = self._clock.now()
+        self._moves.pump(now)
         for outcome in self._queue.pump(now):
             self._act(outcome, now)
         self._metrics.router.waiting = len(self._queue)
-        if len(self._queue) and not self.draining and self._next_pump is None:
+        if self._busy and not self.draining and self._next_pump is None:
             self._next_pump = asyncio.get_running_loop().call_later(_QUEUE_TICK_S, self._pump)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether anybody waits."""
+        return bool(len(self._queue) or len(self._moves))
 
     def _act(self, outcome: Outcome, now: float) -> None:
         submission = outcome.ticket
         assert isinstance(submission, Submission)
+        streams = [self._streams.at_workers[request.stream] for request in submission.requests]
         if isinstance(outcome, Placed):
             try:
-                self._send(submission, outcome, now)
+                self._placer.place(submission, outcome, streams, now)
                 return
             except HeadwaterError as failure:
                 error = failure
         else:
             error = outcome.error
         self._journal.refused(submission.record, error)
-        for request in submission.requests:
-            self._fail(request.stream, error)
+        for stream in streams:
+            self._fail(stream, error)
 
     # -- inner life ---------------------------------------------------------------------------------------------
 
@@ -279,11 +274,19 @@ class ClusterDispatcher:
         record.model = card.name
         return record
 
-    def _on_first_tokens(self, stream: Stream, output: SequenceOutput, now: float) -> None:
-        record, cached_tokens = stream.record, output.num_cached_tokens
+    def _begin(self, stream: Stream, output: SequenceOutput, now: float) -> None:
+        """The first that its present worker sends. What it found in its cache is news to the client only once."""
+        stream.begun = True
+        self._moves.began(stream)
+        cached_tokens = output.num_cached_tokens
         if stream.booking is not None:
             self._router.view.prefilled(stream.booking, now, cached_tokens)
-        stream.request = None
+        if self._router.view.residency.learned.newly_silent:
+            self._report_silent()
+        if stream.tokens:
+            output.num_cached_tokens = None
+            return
+        record = stream.record
         if record.first_token == 0.0:
             record.first_token = now
             stream.metrics.time_to_first_token.observe(now - record.received)
@@ -292,8 +295,6 @@ class ClusterDispatcher:
         if cached_tokens and stream.counts_cached:
             record.cached_tokens += cached_tokens
             stream.metrics.cached_tokens += cached_tokens
-        if self._router.view.residency.learned.newly_silent:
-            self._report_silent()
 
     def _report_silent(self) -> None:
         silent = self._router.view.residency.learned.newly_silent
@@ -303,66 +304,44 @@ class ClusterDispatcher:
             )
         silent.clear()
 
-    def _on_worker_error(self, number: int, stream: Stream, error: HeadwaterError) -> None:
-        refused = isinstance(error, Unavailable) and error.retryable and stream.request is not None
-        if not refused or not self._ask_another(number, stream, error):
-            self._fail(number, error)
-
-    def _ask_another(self, number: int, stream: Stream, error: HeadwaterError) -> bool:
-        """A worker refused: send the sequence to one that did not. False when there is none."""
-        request, submission = stream.request, stream.submission
-        if request is None or stream.connection is None or stream.booking is None or self.draining:
-            return False
-        stream.refused_by += (stream.connection.worker_id,)
-        if submission.request.pinned_to is not None or len(stream.refused_by) >= _MAX_WORKERS_ASKED:
-            return False
-        now = self._clock.now()
-        route = submission.again(now)
-        try:
-            worker, decision = self._router.route(route, submission.model, stream.refused_by)
-            connection = self._connection_to(worker)
-            request.expected_cached_tokens = decision.cached_tokens
-            connection.send(Submit([request]))
-        except HeadwaterError:
-            return False
-        self._router.view.release(stream.booking)
-        self._journal.detour(submission.record, stream.refused_by[-1], error.message)
-        self._journal.decided(submission.record, route, worker, decision)
-        self._book(stream, connection, worker, decision.cached_tokens, now)
-        return True
-
-    def _release(
-        self, stream: Stream, num_generated: int | None, end: Literal["finished", "aborted", "failed"]
+    def _on_worker_errors(
+        self, connection: WorkerConnection, failed: Sequence[tuple[Stream, HeadwaterError]], now: float
     ) -> None:
+        """Those that end in one step because the engine died are one death."""
+        died = [stream for stream, error in failed if isinstance(error, WorkerLost | EngineFailed)]
+        for stream, error in failed:
+            if stream not in died:
+                self._moves.refused(stream, error, now)
+        if died:
+            error = next(error for stream, error in failed if stream is died[0])
+            self._moves.lost(died, error, now)
+
+    def _end(self, stream: Stream, num_generated: int | None, end: Literal["finished", "aborted", "failed"]) -> None:
+        """It is open no longer."""
+        self._streams.remove(stream)
+        self._moves.ended(stream)
+        if stream.submission.withdraw(stream.request.stream):
+            self._queue.cancel(stream.submission)
         stream.record.output_tokens += stream.num_tokens
         waited_s = self._clock.now() - stream.submission.since
         self._journal.ended(stream.submission.record, end, stream.num_tokens, waited_s)
         if self._notes is not None:
-            outcome = "refused" if stream.connection is None and end == "failed" else end
+            outcome = "refused" if stream.sent == 0.0 and end == "failed" else end
             self._notes.note(ended_request(stream.submission, outcome, stream.num_tokens, waited_s * 1e3))
-        if stream.booking is not None:
+        if stream.sent:
             stream.metrics.ended(stream.num_tokens)
-            self._router.view.release(stream.booking, num_generated)
+        self._placer.leave(stream, num_generated)
 
-    def _give_up(self, number: int, stream: Stream) -> None:
+    def _give_up(self, stream: Stream) -> None:
         """A sink cannot take output: whoever is behind it is told, rather than left waiting."""
-        self.abort((number,))
+        self.abort((stream.number,))
         _tell(stream, InternalError("the answer could not be written; the log of the server says why"))
 
-    def _fail(self, number: int, error: HeadwaterError) -> None:
-        stream = self._streams.pop(number, None)
-        if stream is None:
-            return
+    def _fail(self, stream: Stream, error: HeadwaterError) -> None:
         stream.record.error_code = stream.record.error_code or error.code
         stream.submission.record.error_code = stream.submission.record.error_code or error.code
-        self._release(stream, None, "failed")
-        if stream.connection is None:
-            self._leave_line(number, stream)
+        self._end(stream, None, "failed")
         _tell(stream, error)
-
-    def _leave_line(self, number: int, stream: Stream) -> None:
-        if stream.submission.withdraw(number):
-            self._queue.cancel(stream.submission)
 
 
 def _tell(stream: Stream, error: HeadwaterError) -> None:
@@ -370,14 +349,6 @@ def _tell(stream: Stream, error: HeadwaterError) -> None:
         stream.sink.on_error(error)
     except Exception:  # border to the API layer
         logger.exception("request %s: taking an error failed", stream.record.request_id)
-
-
-def _send(connection: WorkerConnection, requests: Sequence[EngineRequest]) -> None:
-    if len(requests) == 1 or sum(len(request.prompt) for request in requests) <= _MAX_SUBMIT_BYTES:
-        connection.send(Submit(list(requests)))
-        return
-    for request in requests:
-        connection.send(Submit([request]))
 
 
 def _send_abort(connection: WorkerConnection, streams: list[int]) -> None:

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from headwater.frontend.fault_metrics import FaultCollector, FaultMetrics
 from headwater.frontend.histogram import Histogram
 from headwater.frontend.router_metrics import RouterCollector, RouterMetrics
 from headwater.frontend.tenants.meter import Meter
@@ -68,6 +69,7 @@ class FrontendMetrics:
 
     def __init__(self) -> None:
         self.router = RouterMetrics()
+        self.faults = FaultMetrics()
         self.models: dict[str, ModelMetrics] = {}
         self.answers: dict[tuple[str, int], int] = {}
         self.disconnects = 0
@@ -98,6 +100,7 @@ class MetricsPage:
         self._registry.register(_FrontendCollector(metrics, connections))
         self._registry.register(_WorkerCollector(view))
         self._registry.register(RouterCollector(metrics.router, view))
+        self._registry.register(FaultCollector(metrics.faults))
         ProcessCollector(registry=self._registry)
 
     def render(self) -> bytes:

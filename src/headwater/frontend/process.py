@@ -37,8 +37,8 @@ from headwater.frontend.openai.serving import ServedModel, build_model, openai_r
 from headwater.frontend.records import OpenRequests
 from headwater.frontend.request_log import RequestLog
 from headwater.frontend.routes import Route
-from headwater.frontend.routing import build_router, queue_limits
-from headwater.frontend.tenants.admission import usage_of
+from headwater.frontend.routing import build_router, dispatch_limits, vigil_limits
+from headwater.frontend.tenants.admission import TenantAdmission, usage_of
 from headwater.frontend.tenants.tenancy import Tenancy
 from headwater.runtime.endpoints import is_loopback, parse_bind
 from headwater.runtime.planes import Planes, ZmqPlanes
@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 _OPEN_PATHS = frozenset(("/docs", "/openapi.json"))
 _GENERATING_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
-_SEQUENCES_PER_REQUEST = 8
-"""Sequences may be open that many times the limit of concurrent requests (n > 1, lists of prompts)."""
 _MIN_DESCRIPTORS = 512
 _PARTIAL_BODIES_BYTES = 64 * 1024 * 1024
 _GC_THRESHOLD = 50_000
@@ -89,8 +87,8 @@ class Frontend:
             records,
             metrics,
             self._clock,
-            limits=queue_limits(config.router, self.tenancy.weights),
-            max_streams=limit * _SEQUENCES_PER_REQUEST,
+            dispatch_limits(config, self.tenancy.weights),
+            admission=TenantAdmission(self.tenancy.meter),
             notes=self._request_log,
         )
         build = partial(build_model, tokenizer_backend=config.frontend.tokenizer_backend)
@@ -102,6 +100,7 @@ class Frontend:
             self.view,
             self.models,
             self.dispatcher,
+            vigil_limits(config.faults),
         )
         routes = [*self._admin_routes(frontend_id, metrics), *self._api_routes()]
         self.application = Application(

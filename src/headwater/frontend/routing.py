@@ -1,17 +1,23 @@
-"""The router of a frontend, made from the configuration."""
+"""The router of a frontend and the limits of its dispatcher, made from the configuration."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import cast, get_args
 
-from headwater.config.schema import RouterConfig
+from headwater.config.schema import FaultsConfig, RouterConfig, ServeConfig
 from headwater.errors import ConfigError
+from headwater.frontend.dispatcher import DispatchLimits
+from headwater.frontend.moves import MoveLimits
 from headwater.frontend.policies import load_policy
+from headwater.frontend.vigil import VigilLimits
 from headwater.router.affinity import SessionAffinity
 from headwater.router.policy import PolicySettings
 from headwater.router.queue import PriorityClass, QueueLimits
 from headwater.router.router import Router
 from headwater.router.view import ClusterView
+
+_SEQUENCES_PER_REQUEST = 8
+"""Sequences may be open that many times the limit of concurrent requests (n > 1, lists of prompts)."""
 
 
 def build_router(config: RouterConfig, frontend_id: str) -> Router:
@@ -20,6 +26,19 @@ def build_router(config: RouterConfig, frontend_id: str) -> Router:
     affinity = SessionAffinity(config.router_session_affinity, config.router_session_ttl)
     view = ClusterView(max_index_blocks=config.router_index_blocks, frontend_id=frontend_id)
     return Router(view, policy, affinity)
+
+
+def dispatch_limits(config: ServeConfig, tenant_weights: Mapping[str, float]) -> DispatchLimits:
+    """Raises `ConfigError`."""
+    return DispatchLimits(
+        queue=queue_limits(config.router, tenant_weights),
+        moves=MoveLimits(config.faults.migration_limit, config.faults.migration_timeout),
+        max_streams=config.frontend.max_concurrent_requests * _SEQUENCES_PER_REQUEST,
+    )
+
+
+def vigil_limits(config: FaultsConfig) -> VigilLimits:
+    return VigilLimits(hang_timeout_s=config.hang_timeout, canary_interval_s=config.canary_interval)
 
 
 def queue_limits(config: RouterConfig, tenant_weights: Mapping[str, float]) -> QueueLimits:

@@ -1,0 +1,117 @@
+"""Who does not move on? Held against what the time model expects, not against a fixed time.
+
+A worker moves on when it sends a step, or when its engine's own loop makes a report. One that has work of ours and
+did neither for `PATIENCE` times its longest expected step, and for no less than the floor, hangs. While nothing is
+known of its steps it is given longer. An idle worker that has not computed for a while is due for a canary. Pure:
+time comes in; a stall of our own (`forgive`) is nobody's fault.
+"""
+
+from dataclasses import dataclass
+
+from headwater.protocol.events import LoadReport
+from headwater.router.view import ClusterView, WorkerView
+
+PATIENCE = 5.0
+"""Times the longest step that is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class VigilLimits:
+    hang_timeout_s: float = 2.0
+    """Least silence that counts as a hang, the look included; 0: never."""
+    unknown_timeout_s: float = 30.0
+    """While no step time is known."""
+    canary_interval_s: float = 30.0
+    """Idle for so long: time for a canary; 0: never."""
+    look_s: float = 0.25
+    """Time between two looks."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    moved_on: float
+    """When it last did, or began to have work of ours."""
+    computed: float
+    """When it last took a step."""
+    turns: int = -1
+    steps: int = -1
+    busy: bool = False
+
+
+class Vigil:
+    """Only those that are in service."""
+
+    def __init__(self, view: ClusterView, limits: VigilLimits) -> None:
+        self.limits = limits
+        self._view = view
+        self._watched: dict[str, _Watched] = {}
+
+    def add(self, worker_id: str, now: float) -> None:
+        self._watched[worker_id] = _Watched(now, now)
+
+    def remove(self, worker_id: str) -> None:
+        self._watched.pop(worker_id, None)
+
+    def stepped(self, worker_id: str, now: float) -> None:
+        watched = self._watched.get(worker_id)
+        if watched is not None:
+            watched.moved_on = watched.computed = now
+
+    def reported(self, worker_id: str, load: LoadReport, now: float) -> None:
+        """A report; one that only repeats an earlier one proves nothing."""
+        watched = self._watched.get(worker_id)
+        if watched is None:
+            return
+        if load.steps != watched.steps:
+            watched.computed = watched.moved_on = now
+        if load.turns != watched.turns:
+            watched.moved_on = now
+        watched.steps, watched.turns = load.steps, load.turns
+
+    def forgive(self, seconds: float) -> None:
+        """We did not look for so much longer than meant."""
+        for watched in self._watched.values():
+            watched.moved_on += seconds
+            watched.computed += seconds
+
+    def hanging(self, now: float) -> list[tuple[str, float]]:
+        """Workers that hang, and for how long they have been silent."""
+        if not self.limits.hang_timeout_s:
+            return []
+        found: list[tuple[str, float]] = []
+        for worker_id, watched in self._watched.items():
+            worker = self._view.worker(worker_id)
+            busy = worker is not None and worker.booked_sequences > 0
+            if busy and not watched.busy:
+                watched.moved_on = now
+            watched.busy = busy
+            silent_s = now - watched.moved_on
+            if worker is not None and busy and silent_s > self.bound_s(worker) - self.limits.look_s:
+                found.append((worker_id, silent_s))
+        return found
+
+    def due_for_canary(self, now: float) -> list[str]:
+        """Idle for long: they are due again after another interval."""
+        if not self.limits.canary_interval_s:
+            return []
+        due: list[str] = []
+        for worker_id, watched in self._watched.items():
+            if not watched.busy and now - watched.computed >= self.limits.canary_interval_s:
+                watched.computed = now
+                due.append(worker_id)
+        return due
+
+    def bound_s(self, worker: WorkerView) -> float:
+        """The longest silence that is in order."""
+        if worker.costs is None:
+            return max(self.limits.hang_timeout_s, self.limits.unknown_timeout_s)
+        return max(self.limits.hang_timeout_s, PATIENCE * longest_step_ms(worker) / 1e3)
+
+
+def longest_step_ms(worker: WorkerView) -> float:
+    """A step with all its sequences and a full chunk of its prompts, the end of the longest context."""
+    occupied = worker.occupied or worker.occupy()
+    costs = occupied.costs
+    chunk = min(occupied.booked_prefill_tokens, costs.chunk_tokens)
+    pairs = min(occupied.booked_prefill_pairs, float(chunk * max(1, worker.instance.card.max_model_len)))
+    return worker.speed_factor * (occupied.step_ms + costs.prefill_ms(chunk, pairs))

@@ -1,0 +1,278 @@
+"""Streams whose worker is lost, hangs or leaves: they go on elsewhere, no token twice and none missing."""
+
+import asyncio
+from array import array
+
+import msgspec
+import pytest
+from frontend_rig import Rig
+from scripted_worker import ScriptedWorker, until
+
+from headwater.errors import EngineFailed, InvalidRequest, NoWorkers, WorkerLost
+from headwater.frontend.moves import MoveLimits
+from headwater.frontend.vigil import VigilLimits
+from headwater.protocol.events import LoadReport
+from headwater.protocol.request import EngineRequest, SequenceOutput
+
+QUICK = VigilLimits(hang_timeout_s=0.2, unknown_timeout_s=0.2, canary_interval_s=0.0, look_s=0.02)
+
+
+def resumed(request: EngineRequest) -> list[int]:
+    return array("I", request.resumed_tokens).tolist()
+
+
+async def taken_over(rig: Rig, *without: ScriptedWorker) -> tuple[ScriptedWorker, EngineRequest]:
+    """The worker that has got a request last, none of `without`."""
+    others = [worker for worker in rig.workers if worker not in without]
+    await until(lambda: any(worker.requests for worker in others))
+    worker = next(worker for worker in others if worker.requests)
+    return worker, worker.requests[-1]
+
+
+def test_the_streams_of_a_lost_worker_go_on_from_the_tokens_delivered(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1", "w2")
+        streams, sinks = rig.submit(n=2)
+        loser = rig.by_id(rig.worker_of(streams[0]))
+        await until(lambda: len(loser.requests) == 2)
+        loser.step(SequenceOutput(streams[0], [5, 6], num_cached_tokens=16))
+        loser.step(SequenceOutput(streams[0], [7]))
+        await until(lambda: sinks[0].token_ids == [5, 6, 7])
+        await loser.vanish()
+        keeper = next(worker for worker in rig.workers if worker is not loser)
+        await until(lambda: len(keeper.requests) == 2)
+        first, second = sorted(keeper.requests, key=lambda request: -len(request.resumed_tokens))
+        assert resumed(first) == [5, 6, 7]
+        assert resumed(second) == []
+        assert first.prompt == loser.requests[0].prompt
+        assert {first.stream, second.stream}.isdisjoint(streams)
+        keeper.step(SequenceOutput(first.stream, [8], num_cached_tokens=3), SequenceOutput(second.stream, [5]))
+        keeper.step(SequenceOutput(first.stream, [9], "stop"), SequenceOutput(second.stream, [6], "stop"))
+        await until(lambda: all(sink.finished for sink in sinks))
+        assert [sink.token_ids for sink in sinks] == [[5, 6, 7, 8, 9], [5, 6]]
+        told = [output.num_cached_tokens for output in sinks[0].outputs if output.num_cached_tokens is not None]
+        assert told == [16], "what the second worker found in its cache is not the client's affair"
+        assert all(sink.error is None for sink in sinks)
+        assert rig.dispatcher.num_streams == 0
+        assert rig.view.worker(keeper.worker_id).booked_sequences == 0
+        assert rig.dispatcher.faults.moved == 2
+
+    play(scenario)
+
+
+def test_late_output_of_a_worker_that_was_given_up_is_dropped(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1", "w2")
+        streams, (sink,) = rig.submit()
+        hung = rig.by_id(rig.worker_of(streams[0]))
+        await until(lambda: bool(hung.requests))
+        hung.step(SequenceOutput(streams[0], [1]))
+        keeper, request = await taken_over(rig, hung)
+        assert resumed(request) == [1]
+        await until(lambda: hung.aborted == streams)
+        hung.step(SequenceOutput(streams[0], [2]))
+        await asyncio.sleep(0.05)
+        keeper.finish(request.stream, [3])
+        await until(lambda: sink.finished is not None)
+        assert sink.token_ids == [1, 3]
+        assert rig.dispatcher.faults.quarantined == 1
+
+    play(scenario, vigil=QUICK)
+
+
+def test_a_worker_that_hangs_is_put_aside_and_comes_back_with_an_answer(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        hung, other = await rig.serving("w1", "w2")
+        other.on_submit = lambda request: other.finish(request.stream)
+        while rig.worker_of(rig.submit()[0][0]) != "w1":
+            pass
+        await until(lambda: len(rig.view.eligible("f1")) == 1)
+        hung.on_submit = lambda request: hung.finish(request.stream)
+        await until(lambda: len(rig.view.eligible("f1")) == 2)
+        assert hung.requests[-1].request_id == "canary"
+        assert rig.dispatcher.faults.returned == 1
+
+    play(scenario, vigil=QUICK)
+
+
+def test_a_worker_whose_loop_turns_does_not_hang_but_one_that_repeats_itself_does(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        (worker,) = await rig.serving("w1")
+        rig.submit()
+        await until(lambda: bool(worker.requests))
+        load = LoadReport(1, 0, 0, 100, 90)
+        for turn in range(30):
+            worker.publish(msgspec.structs.replace(load, turns=turn))
+            await asyncio.sleep(0.02)
+        assert rig.view.eligible("f1"), "it computes a long prompt"
+        for _ in range(100):
+            worker.publish(msgspec.structs.replace(load, turns=29))
+            await asyncio.sleep(0.02)
+            if not rig.view.eligible("f1"):
+                return
+        raise AssertionError("a repeated report was taken for a sign of life")
+
+    play(scenario, vigil=QUICK)
+
+
+def test_an_idle_worker_that_does_not_answer_its_canary_gets_nothing(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        (worker,) = await rig.serving("w1")
+        await until(lambda: bool(worker.requests))
+        assert worker.requests[0].request_id == "canary"
+        await until(lambda: not rig.view.eligible("f1"))
+
+    play(scenario, vigil=VigilLimits(0.1, 0.1, canary_interval_s=0.05, look_s=0.02))
+
+
+def test_an_idle_worker_that_answers_its_canaries_stays(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        worker = await rig.worker("w1")
+        worker.on_submit = lambda request: worker.finish(request.stream)
+        await until(lambda: len(worker.requests) >= 3)
+        assert rig.view.eligible("f1")
+        assert rig.dispatcher.faults.quarantined == 0
+
+    play(scenario, vigil=VigilLimits(0.5, 0.5, canary_interval_s=0.05, look_s=0.02))
+
+
+@pytest.mark.parametrize("code", ["draining", "engine_failed", "worker_lost"])
+def test_a_stream_that_its_worker_ends_because_it_leaves_or_fails_goes_on(play, code: str) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1", "w2")
+        streams, (sink,) = rig.submit()
+        leaver = rig.by_id(rig.worker_of(streams[0]))
+        await until(lambda: bool(leaver.requests))
+        leaver.step(SequenceOutput(streams[0], [1]))
+        leaver.refuse(streams[0], code, "this worker was closed")
+        keeper, request = await taken_over(rig, leaver)
+        keeper.finish(request.stream, [2])
+        await until(lambda: sink.finished is not None)
+        assert sink.token_ids == [1, 2]
+
+    play(scenario)
+
+
+def test_a_request_at_fault_is_not_passed_on(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1", "w2")
+        streams, (sink,) = rig.submit()
+        worker = rig.by_id(rig.worker_of(streams[0]))
+        await until(lambda: bool(worker.requests))
+        worker.step(SequenceOutput(streams[0], [1]))
+        worker.refuse(streams[0], "invalid_value", "no such grammar")
+        await until(lambda: sink.error is not None)
+        assert isinstance(sink.error, InvalidRequest)
+        assert sum(len(worker.requests) for worker in rig.workers) == 1
+
+    play(scenario)
+
+
+def test_a_stream_waits_for_a_worker_and_goes_on_when_one_comes(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        (loser,) = await rig.serving("w1")
+        streams, (sink,) = rig.submit()
+        await until(lambda: bool(loser.requests))
+        loser.step(SequenceOutput(streams[0], [1]))
+        await until(lambda: sink.token_ids == [1])
+        await loser.vanish()
+        await until(lambda: not rig.view.eligible("f1"))
+        keeper = await rig.worker("w2")
+        await until(lambda: bool(keeper.requests))
+        keeper.finish(keeper.requests[0].stream, [2])
+        await until(lambda: sink.finished is not None)
+        assert sink.token_ids == [1, 2]
+
+    play(scenario)
+
+
+def test_a_stream_waits_no_longer_than_it_may_and_says_why(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        (loser,) = await rig.serving("w1")
+        _, (sink,) = rig.submit()
+        await until(lambda: bool(loser.requests))
+        await loser.close()
+        await until(lambda: sink.error is not None)
+        assert isinstance(sink.error, NoWorkers)
+        assert "worker w1 was lost while it worked on this request" in str(sink.error)
+        assert "within 0.2 s" in str(sink.error)
+        assert sink.error.retry_after_s > 0
+        assert rig.dispatcher.num_streams == 0
+
+    play(scenario, moves=MoveLimits(max_wait_s=0.2))
+
+
+def test_a_stream_that_waits_can_be_aborted(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        (loser,) = await rig.serving("w1")
+        streams, (sink,) = rig.submit()
+        await until(lambda: bool(loser.requests))
+        await loser.vanish()
+        await until(lambda: not rig.view.eligible("f1"))
+        rig.dispatcher.abort(streams)
+        keeper = await rig.worker("w2")
+        await until(lambda: bool(rig.view.eligible("f1")))
+        await asyncio.sleep(0.1)
+        assert (keeper.requests, sink.outputs, sink.error) == ([], [], None)
+        assert rig.dispatcher.faults.cancelled_by_stage["moving"] == 1
+
+    play(scenario)
+
+
+def test_an_abort_finds_a_stream_that_has_moved(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1", "w2")
+        streams, _ = rig.submit()
+        loser = rig.by_id(rig.worker_of(streams[0]))
+        await until(lambda: bool(loser.requests))
+        await loser.vanish()
+        keeper, request = await taken_over(rig, loser)
+        rig.dispatcher.abort(streams)
+        await until(lambda: keeper.aborted == [request.stream])
+        assert rig.view.worker(keeper.worker_id).booked_sequences == 0
+
+    play(scenario)
+
+
+def test_a_stream_moves_so_often_and_no_more(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1", "w2", "w3", "w4")
+        streams, (sink,) = rig.submit()
+        for token in range(3):
+            worker = rig.by_id(rig.worker_of(streams[0]))
+            await until(lambda worker=worker: bool(worker.requests))
+            worker.step(SequenceOutput(worker.requests[-1].stream, [token]))
+            await until(lambda token=token: len(sink.token_ids) == token + 1)
+            await worker.close()
+            await until(lambda worker=worker: rig.view.worker(worker.worker_id) is None)
+        assert isinstance(sink.error, WorkerLost)
+        assert "had moved 2 times" in str(sink.error)
+
+    play(scenario, moves=MoveLimits(max_moves=2))
+
+
+def test_a_request_that_two_workers_died_of_is_refused_and_the_others_go_on(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        def serve(worker: ScriptedWorker):
+            def on_submit(request: EngineRequest) -> None:
+                if request.sampling.max_tokens == 666:
+                    asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(worker.close()))
+                else:
+                    worker.step(SequenceOutput(request.stream, [1]))
+
+            return on_submit
+
+        for worker in await rig.serving("w1", "w2", "w3", "w4"):
+            worker.on_submit = serve(worker)
+        good = [rig.submit()[1][0] for _ in range(8)]
+        await until(lambda: all(sink.token_ids for sink in good))
+        _, (sink,) = rig.submit(max_tokens=666)
+        await until(lambda: sink.error is not None)
+        assert isinstance(sink.error, EngineFailed)
+        assert "two workers died" in str(sink.error)
+        assert not sink.error.retryable
+        await until(lambda: len(rig.view.workers) == 2)
+        assert all(sink.error is None for sink in good)
+        assert rig.dispatcher.faults.poisonous == 1
+
+    play(scenario)
