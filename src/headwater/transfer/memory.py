@@ -67,7 +67,7 @@ def allocate(num_bytes: int) -> Buffer:
 
     It vanishes with the last process that holds it. Raises `TransferRefused` if there is not enough.
     """
-    available = _available_bytes()
+    available = available_bytes()
     if not 0 < num_bytes <= available:
         # Taking it anyway would end in the kernel killing some process.
         raise TransferRefused(f"cannot allocate {num_bytes} bytes: {available} are available")
@@ -105,7 +105,7 @@ def address_of(view: memoryview) -> int:
         ctypes.pythonapi.PyBuffer_Release(ctypes.byref(raw))
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """What the kernel can give without swapping or going beyond the limit of our container."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     if found is None:

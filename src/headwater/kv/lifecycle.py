@@ -1,0 +1,509 @@
+"""The life of a block in a tier that lies in one range of bytes: what may be written, read and given up, and when.
+
+    free -> reserved      by a holder, invisible, with a deadline
+            -> committed  visible, immutable, checksummed; evictable unless leased or pinned
+               -> leased  read by holders, each with a deadline; not evictable
+               -> free    evicted, removed, too old, or found damaged
+            -> stranded   the writer is late but alive, so it may still write: nobody else gets the place before the
+                          writer gives it up, commits (too late: refused) or dies
+
+A holder is whoever can die on its own: a worker's connection. When it goes, what it held goes: its leases end, what it
+was writing is freed. A lease that runs out protects nothing any more; its holder learns that on release and must not
+use what it read. A block removed while leased becomes invisible at once and is freed with its last lease.
+
+Pure: bytes are moved by others, time is given. One ledger has one caller.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from headwater.kv.block import Block, Family
+from headwater.kv.families import Families
+from headwater.kv.journal import Journal, TierEvent
+from headwater.kv.policies import Policy
+from headwater.kv.shares import Shares
+from headwater.kv.space import Space, slot_bytes_for
+from headwater.kv.table import BlockTable, Record
+from headwater.types import Tier
+
+_CHUNK_TRIES = 4
+
+
+class Refusal(Enum):
+    """Why nothing was reserved for a block."""
+
+    PRESENT = "present"
+    BUSY = "busy"
+    """Another holder is writing it."""
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Fractions are of the tier's bytes."""
+
+    write_s: float = 60.0
+    """How long a writer may take from reserve to commit."""
+    lease_s: float = 60.0
+    ttl_s: float | None = None
+    """Blocks older than this are not served."""
+    max_pinned: float = 0.5
+    max_reserved: float = 0.25
+    """What all writers together may hold."""
+    high_watermark: float = 0.98
+    low_watermark: float = 0.95
+    """Above the high one `trim` makes room down to the low one, so that a burst finds some."""
+
+
+@dataclass(slots=True)
+class Counters:
+    num_stored: int = 0
+    num_evicted: int = 0
+    num_refused: int = 0
+    num_hits: int = 0
+    num_misses: int = 0
+    num_damaged: int = 0
+    num_expired: int = 0
+    """Reservations and leases that ran out, and blocks past their time."""
+
+
+@dataclass(slots=True)
+class _Reservation:
+    holder: int
+    family: int
+    deadline: float
+    blocks: dict[int, tuple[Block, int]] = field(default_factory=dict[int, tuple[Block, int]])
+    """Per slot: block, offset."""
+    stranded: bool = False
+
+
+@dataclass(slots=True)
+class _Lease:
+    holder: int
+    deadline: float
+    slots: list[int]
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one holder holds."""
+
+    reservations: set[int] = field(default_factory=set[int])
+    leases: set[int] = field(default_factory=set[int])
+
+
+class Ledger:
+    """See the module docstring. A slot is a record number of the table; tickets name reservations and leases."""
+
+    def __init__(
+        self, tier: Tier, table: BlockTable, space: Space, policy: Policy, shares: Shares, rules: Rules
+    ) -> None:
+        self.table, self.space, self.rules = table, space, rules
+        self.counters = Counters()
+        self.families = Families()
+        self._policy, self._shares = policy, shares
+        self._journal = Journal(tier)
+        self._next_ticket = 0
+        self._held: dict[int, _Held] = {}
+        self._reservations: dict[int, _Reservation] = {}
+        self._reservation_order: deque[tuple[float, int]] = deque()
+        self._writing: set[bytes] = set()
+        self._reserved_bytes = 0
+        self._leases: dict[int, _Lease] = {}
+        self._lease_order: deque[tuple[float, int]] = deque()
+        self._readers = array("I", bytes(4 * table.capacity))
+        self._doomed: set[int] = set()
+        self._pins: dict[int, float] = {}
+        self._pinned_bytes = 0
+
+    # Writing
+
+    def reserve(
+        self, holder: int, family: Family, blocks: Sequence[Block], now: float
+    ) -> tuple[int, list[int | Refusal]]:
+        """A ticket, and per block the slot to write it into or why there is none. Never evicts blocks of the batch."""
+        number = self.families.number(family)
+        if number < 0:
+            self.counters.num_refused += len(blocks)
+            return -1, [Refusal.FULL] * len(blocks)
+        found = self.table.find_all(b"".join([block.id for block in blocks]))
+        keep = frozenset(found)
+        ticket = self._ticket()
+        reservation = _Reservation(holder, number, now + self.rules.write_s)
+        answers = [
+            self._reserve(reservation, family, block, slot, keep) for block, slot in zip(blocks, found, strict=True)
+        ]
+        if reservation.blocks:
+            self._reservations[ticket] = reservation
+            self._reservation_order.append((reservation.deadline, ticket))
+            self._held.setdefault(holder, _Held()).reservations.add(ticket)
+        return ticket, answers
+
+    def reserved_offset(self, ticket: int, slot: int) -> int:
+        """Where a reserved slot lies."""
+        return self._reservations[ticket].blocks[slot][1]
+
+    def commit(self, holder: int, ticket: int, checksums: Mapping[int, int], now_s: int) -> list[int]:
+        """Make visible what was written, by slot, and give back the rest of the reservation. The slots committed:
+        none if it came too late or was never reserved."""
+        reservation = self._reservations.get(ticket)
+        if reservation is None or reservation.holder != holder:
+            return []
+        self._end_reservation(ticket, reservation)
+        committed: list[int] = []
+        family = self.families[reservation.family]
+        for slot, (block, offset) in reversed(reservation.blocks.items()):
+            checksum = None if reservation.stranded else checksums.get(slot)
+            if checksum is not None:
+                block = block._replace(checksum=checksum)
+                record = Record(block, offset, family.payload_bytes, now_s, reservation.family)
+                if self.table.insert(slot, record):
+                    self._admit(slot, record)
+                    committed.append(slot)
+                    continue
+            self._give_back(reservation.family, slot, offset)
+        committed.reverse()
+        for slot in committed:
+            block = reservation.blocks[slot][0]
+            self._journal.stored(block.id, block.parent)
+        self.counters.num_stored += len(committed)
+        return committed
+
+    # Reading
+
+    def lease(
+        self, holder: int, family: Family, ids: bytes, now: float, now_s: int
+    ) -> tuple[int, list[tuple[int, Record] | None]]:
+        """Keep blocks from being evicted while they are read: a ticket, and slot and record per id, or None."""
+        number = self.families.find(family)
+        found = [self._readable(slot, number, now_s) for slot in self.table.find_all(ids)]
+        slots = [hit[0] for hit in found if hit is not None]
+        self.counters.num_hits += len(slots)
+        self.counters.num_misses += len(found) - len(slots)
+        for slot in reversed(slots):
+            self._policy.touch(slot)
+            self._readers[slot] += 1
+        ticket = self._ticket()
+        if slots:
+            deadline = now + self.rules.lease_s
+            self._leases[ticket] = _Lease(holder, deadline, slots)
+            self._lease_order.append((deadline, ticket))
+            self._held.setdefault(holder, _Held()).leases.add(ticket)
+        return ticket, found
+
+    def release(self, holder: int, ticket: int, damaged: Sequence[int] = ()) -> bool:
+        """End a lease. `damaged`: slots whose payload did not match. False if the lease had run out before: what was
+        read may be another block by now and must not be used."""
+        lease = self._leases.get(ticket)
+        if lease is None or lease.holder != holder:
+            return False
+        for slot in damaged:
+            if slot in lease.slots and self.drop(slot):
+                self.counters.num_damaged += 1
+        self._end_lease(ticket, lease)
+        return True
+
+    def touch(self, ids: bytes) -> None:
+        """Count as used without reading."""
+        for slot in reversed(self.table.find_all(ids)):
+            if slot >= 0:
+                self._policy.touch(slot)
+
+    # Keeping and giving up
+
+    def pin(self, ids: bytes, until: float) -> bytes:
+        """Keep blocks from being evicted up to a time; one byte per id, 1 if it is pinned now."""
+        return bytes([slot >= 0 and self._pin(slot, until) for slot in self.table.find_all(ids)])
+
+    def unpin(self, ids: bytes) -> int:
+        return sum(self._unpin(slot) for slot in self.table.find_all(ids))
+
+    def drop(self, slot: int, *, evicted: bool = False) -> bool:
+        """Make a committed block invisible; its place is free once nobody reads it."""
+        record = self.table.read(slot)
+        if record is None:
+            return False
+        self._unpin(slot)
+        self.table.remove(slot)
+        self._policy.discard(slot, evicted=evicted)
+        self._journal.removed(record.block.id)
+        slot_bytes = slot_bytes_for(record.payload_bytes)
+        self._shares.charge(self._group(record.family), -slot_bytes)
+        self.families.charge(record.family, -1, -slot_bytes)
+        self.counters.num_evicted += evicted
+        if self._readers[slot]:
+            self._doomed.add(slot)
+        else:
+            self._free(slot, record.offset)
+        return True
+
+    def remove(self, ids: bytes) -> int:
+        return sum(self.drop(slot) for slot in self.table.find_all(ids) if slot >= 0)
+
+    def clear(self, *, tenant: str | None = None, model: str | None = None) -> int:
+        """Also calls off what is being written: a block of a cleared tenant does not appear afterwards."""
+        meant = self.families.matching(tenant, model)
+        for reservation in self._reservations.values():
+            if reservation.family in meant:
+                self._strand(reservation)
+        doomed = [slot for slot, record in self.records() if record.family in meant]
+        return sum(self.drop(slot) for slot in doomed)
+
+    def drop_holder(self, holder: int) -> None:
+        """The holder is gone, for certain: nothing writes or reads on its behalf any more."""
+        held = self._held.pop(holder, None)
+        if held is None:
+            return
+        for ticket in held.reservations:
+            reservation = self._reservations[ticket]
+            self._end_reservation(ticket, reservation)
+            for slot, (_, offset) in reservation.blocks.items():
+                self._give_back(reservation.family, slot, offset)
+        for ticket in held.leases:
+            self._end_lease(ticket, self._leases[ticket])
+
+    def expire(self, now: float) -> None:
+        """Let run out what is past its deadline."""
+        while self._lease_order and self._lease_order[0][0] <= now:
+            ticket = self._lease_order.popleft()[1]
+            if lease := self._leases.get(ticket):
+                self._end_lease(ticket, lease)
+                self.counters.num_expired += 1
+        while self._reservation_order and self._reservation_order[0][0] <= now:
+            ticket = self._reservation_order.popleft()[1]
+            if (reservation := self._reservations.get(ticket)) and not reservation.stranded:
+                self._strand(reservation)
+                self.counters.num_expired += 1
+        for slot in [slot for slot, until in self._pins.items() if until <= now]:
+            self._unpin(slot)
+
+    def trim(self, max_blocks: int = 256) -> int:
+        """Above the high watermark, evict towards the low one; how many blocks went."""
+        if self.space.used_bytes <= self.rules.high_watermark * self.space.num_bytes:
+            return 0
+        target = self.rules.low_watermark * self.space.num_bytes
+        number = 0
+        while number < max_blocks and self.space.used_bytes > target:
+            if not self._evict(self._victim(self._shares.payers(0), frozenset())):
+                break
+            number += 1
+        return number
+
+    # Reopening
+
+    def recover(self, families: Sequence[Family]) -> int:
+        """Take over what a former life left in the table; how many records were of no use."""
+        self.families = Families(families)
+        useless = 0
+        for slot, record in self.table.recover():
+            known = record.family < len(self.families)
+            if not (
+                known
+                and self.families[record.family].payload_bytes == record.payload_bytes
+                and self.space.claim(record.offset, record.payload_bytes, slot)
+            ):
+                self.table.discard(slot)
+                useless += 1
+            elif not self.table.adopt(slot, record):
+                self.space.free(record.offset)
+                self.table.discard(slot)
+                useless += 1
+            else:
+                self.families.charge(record.family, 1, slot_bytes_for(record.payload_bytes))
+                self._admit(slot, record)
+                self._journal.stored(record.block.id, record.block.parent)
+        return useless
+
+    # Looking
+
+    @property
+    def num_stranded(self) -> int:
+        """Places that wait for a late writer."""
+        return sum(len(one.blocks) for one in self._reservations.values() if one.stranded)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._pinned_bytes
+
+    def records(self) -> Iterator[tuple[int, Record]]:
+        """All committed blocks."""
+        for slot in self.table.numbers():
+            record = self.table.read(slot)
+            if record is not None:
+                yield slot, record
+
+    def drain_events(self) -> list[TierEvent]:
+        return self._journal.drain((record.block.id, record.block.parent) for _, record in self.records())
+
+    def check(self) -> None:
+        """Every slot is in one state and every byte is accounted for. For tests."""
+        self.table.check()
+        self.space.check()
+        committed = {slot for slot, _ in self.records()}
+        reserved = [slot for one in self._reservations.values() for slot in one.blocks]
+        taken = [*committed, *reserved, *self._doomed]
+        owners = [slot for chunk in range(self.space.num_chunks) for slot in self.space.owners_of_chunk(chunk)]
+        assert sorted(owners) == sorted(taken), "space is leaked or taken twice"
+        assert len(set(taken)) == len(taken), "a slot is in two states"
+        readers = [0] * self.table.capacity
+        for lease in self._leases.values():
+            for slot in lease.slots:
+                readers[slot] += 1
+        assert readers == list(self._readers), "readers are miscounted"
+        assert all(readers[slot] for slot in self._doomed), "a doomed block without readers"
+        assert self._pins.keys() <= committed, "a pin on a block that is not there"
+        live = [one for one in self._reservations.values() if not one.stranded]
+        assert self._writing == {block.id for one in live for block, _ in one.blocks.values()}
+        assert {t for held in self._held.values() for t in held.leases} == self._leases.keys()
+        assert {t for held in self._held.values() for t in held.reservations} == self._reservations.keys()
+        assert sum(bytes_ for _, _, bytes_ in self.families.usage()) <= self.space.used_bytes
+
+    # Inside
+
+    def _ticket(self) -> int:
+        self._next_ticket += 1
+        return self._next_ticket
+
+    def _group(self, family: int) -> int:
+        return self._shares.group_of(self.families[family].tenant)
+
+    def _reserve(
+        self, reservation: _Reservation, family: Family, block: Block, present: int, keep: frozenset[int]
+    ) -> int | Refusal:
+        if present >= 0:
+            self._policy.touch(present)
+            return Refusal.PRESENT
+        if block.id in self._writing:
+            return Refusal.BUSY
+        taken = self._take(family, keep)
+        if taken is None:
+            self.counters.num_refused += 1
+            return Refusal.FULL
+        slot, offset = taken
+        reservation.blocks[slot] = block, offset
+        self._writing.add(block.id)
+        slot_bytes = slot_bytes_for(family.payload_bytes)
+        self._reserved_bytes += slot_bytes
+        self.families.charge(reservation.family, 1, slot_bytes)
+        return slot
+
+    def _take(self, family: Family, keep: frozenset[int]) -> tuple[int, int] | None:
+        """A record number and a place in space, evicting what has to go."""
+        size = family.payload_bytes
+        if not self.space.fits(size) or self._reserved_bytes + size > self.rules.max_reserved * self.space.num_bytes:
+            return None
+        group = self._shares.group_of(family.tenant)
+        slot = self.table.take()
+        if slot < 0:
+            if not self._evict(self._victim(self._shares.payers(group), keep)):
+                return None
+            slot = self.table.take()
+        offset = self.space.allocate(size, slot)
+        if offset is None and self._make_room(size, group, keep):
+            offset = self.space.allocate(size, slot)
+        if offset is None:
+            self.table.give_back(slot)
+            return None
+        return slot, offset
+
+    def _make_room(self, size: int, group: int, keep: frozenset[int]) -> bool:
+        """Free one slot of this size: by evicting one such block, or a whole chunk of blocks of another size if those
+        are next to go."""
+        payers = self._shares.payers(group)
+        for _ in range(_CHUNK_TRIES):
+            victim = self._victim(payers, keep)
+            if victim is None:
+                return False
+            offset = self.table.offset_of(victim)
+            if self.space.slot_bytes_at(offset) == slot_bytes_for(size):
+                return self._evict(victim)
+            neighbours = self.space.neighbours(offset)
+            if all(self._may_go(slot, payers, keep) for slot in neighbours):
+                return sum(map(self._evict, neighbours)) > 0
+            keep = keep.union(neighbours)
+        return self._evict(self._victim(payers, keep, slot_bytes_for(size)))
+
+    def _victim(self, payers: Sequence[int], keep: frozenset[int], slot_bytes: int = 0) -> int | None:
+        def usable(slot: int) -> bool:
+            if self._readers[slot] or slot in self._pins or slot in keep:
+                return False
+            return not slot_bytes or self.space.slot_bytes_at(self.table.offset_of(slot)) == slot_bytes
+
+        return next((slot for group in payers if (slot := self._policy.victim(group, usable)) is not None), None)
+
+    def _may_go(self, slot: int, payers: Sequence[int], keep: frozenset[int]) -> bool:
+        record = self.table.read(slot)
+        free_to_go = record and not (self._readers[slot] or slot in self._pins or slot in keep)
+        return bool(record and free_to_go and self._group(record.family) in payers)
+
+    def _evict(self, slot: int | None) -> bool:
+        return slot is not None and self.drop(slot, evicted=True)
+
+    def _admit(self, slot: int, record: Record) -> None:
+        """A block is there: let the policy know. Its family has been charged."""
+        group = self._group(record.family)
+        self._shares.charge(group, slot_bytes_for(record.payload_bytes))
+        self._policy.add(slot, group, int.from_bytes(record.block.id[:8], "little"))
+
+    def _readable(self, slot: int, family: int, now_s: int) -> tuple[int, Record] | None:
+        record = self.table.read(slot) if slot >= 0 else None
+        if record is None or record.family != family:
+            return None
+        if self.rules.ttl_s is not None and record.stored_at_s + self.rules.ttl_s < now_s:
+            self.drop(slot)
+            self.counters.num_expired += 1
+            return None
+        return slot, record
+
+    def _end_reservation(self, ticket: int, reservation: _Reservation) -> None:
+        """Take it out of the books; its family stays charged for what is committed."""
+        del self._reservations[ticket]
+        if not reservation.stranded:
+            self._writing.difference_update([block.id for block, _ in reservation.blocks.values()])
+        self._reserved_bytes -= len(reservation.blocks) * slot_bytes_for(
+            self.families[reservation.family].payload_bytes
+        )
+        if reservation.holder in self._held:
+            self._held[reservation.holder].reservations.discard(ticket)
+
+    def _strand(self, reservation: _Reservation) -> None:
+        if not reservation.stranded:
+            reservation.stranded = True
+            self._writing.difference_update([block.id for block, _ in reservation.blocks.values()])
+
+    def _end_lease(self, ticket: int, lease: _Lease) -> None:
+        del self._leases[ticket]
+        if lease.holder in self._held:
+            self._held[lease.holder].leases.discard(ticket)
+        for slot in lease.slots:
+            self._readers[slot] -= 1
+            if not self._readers[slot] and slot in self._doomed:
+                self._doomed.discard(slot)
+                self._free(slot, self.table.offset_of(slot))
+
+    def _give_back(self, family: int, slot: int, offset: int) -> None:
+        """A reserved place that was not committed."""
+        self.families.charge(family, -1, -self.space.slot_bytes_at(offset))
+        self._free(slot, offset)
+
+    def _free(self, slot: int, offset: int) -> None:
+        self.space.free(offset)
+        self.table.give_back(slot)
+
+    def _pin(self, slot: int, until: float) -> bool:
+        if slot not in self._pins:
+            slot_bytes = self.space.slot_bytes_at(self.table.offset_of(slot))
+            if self._pinned_bytes + slot_bytes > self.rules.max_pinned * self.space.num_bytes:
+                return False
+            self._pinned_bytes += slot_bytes
+        self._pins[slot] = max(until, self._pins.get(slot, until))
+        return True
+
+    def _unpin(self, slot: int) -> bool:
+        if self._pins.pop(slot, None) is None:
+            return False
+        self._pinned_bytes -= self.space.slot_bytes_at(self.table.offset_of(slot))
+        return True
