@@ -7,10 +7,12 @@ vLLM's words too. Flags of vLLM's own HTTP server, which does not run here, are 
 import argparse
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
@@ -36,6 +38,7 @@ _FLAGS: tuple[tuple[str, str], ...] = (
 )
 """Of ours, and what vLLM calls them."""
 
+_MEMORY_MARGIN = 0.9
 _SPARE_BLOCKS = 1
 """vLLM keeps one block for padding."""
 
@@ -53,9 +56,9 @@ class VllmArguments:
     """Whether the operator said where KV events are published."""
 
 
-def vllm_arguments(config: EngineConfig, model: str) -> VllmArguments:
-    """Raises `ConfigError` with what vLLM says about its flags."""
-    words = [*_own_words(config), *config.engine_args]
+def vllm_arguments(config: EngineConfig, model: str, extra: Sequence[str] = ()) -> VllmArguments:
+    """Raises `ConfigError` with what vLLM says about its flags. `extra`: defaults of ours, which flags overrule."""
+    words = [*extra, *_own_words(config), *config.engine_args]
     parser = make_arg_parser(_Parser(prog="headwater serve --engine vllm", add_help=False))
     parsed = parser.parse_args(["--model", model, *words])
     _tell_unused(parser, parsed)
@@ -112,6 +115,16 @@ def bind_cores(config: EngineConfig, placement: Placement) -> None:
     set_default("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, share)) or "nobind")
     if not share:
         set_default("OMP_NUM_THREADS", str(config.threads or 1))
+
+
+def memory_share(placement: Placement) -> list[str]:
+    """On a CPU: the part of the memory that is free now, divided among the instances, as vLLM wants it said.
+
+    vLLM by itself asks for nearly all there is, and does not start where less is free.
+    """
+    memory = psutil.virtual_memory()
+    share = memory.available / memory.total / placement.count * _MEMORY_MARGIN
+    return ["--gpu-memory-utilization", f"{share:.3f}"]
 
 
 def events_config(endpoint: str, replay_endpoint: str) -> KVEventsConfig:

@@ -35,7 +35,7 @@ from headwater.engines.kv_feed.subscription import Feed, FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
 from headwater.engines.kv_feed.wire import ForeignBatch
 from headwater.engines.texts import ModelTexts, model_texts
-from headwater.engines.vllm.arguments import VllmArguments, bind_cores, events_config, vllm_arguments
+from headwater.engines.vllm.arguments import VllmArguments, bind_cores, events_config, memory_share, vllm_arguments
 from headwater.engines.vllm.outputs import sequence_output
 from headwater.engines.vllm.sampling import vllm_sampling
 from headwater.engines.vllm.timing import PrefillProgress
@@ -115,9 +115,11 @@ class VllmEngine(ExternalEngine):
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _arguments(self, model: str) -> VllmArguments:
+        extra: list[str] = []
         if current_platform.is_cpu():
             bind_cores(self.config, self._placement)
-        arguments = vllm_arguments(self.config, model)
+            extra = memory_share(self._placement)
+        arguments = vllm_arguments(self.config, model, extra)
         engine = arguments.engine
         if not arguments.events_given and engine.enable_prefix_caching is not False:
             self._folder = Path(tempfile.mkdtemp(prefix="headwater-vllm-"))
@@ -338,6 +340,7 @@ def _resolved(config: EngineConfig, progress: ProgressSink) -> tuple[ModelTexts,
 
 def _start(arguments: VllmArguments) -> AsyncLLM:
     """In a thread without an event loop: `AsyncLLM` then leaves the reading of outputs to us."""
+    logging.logProcesses = logging.logMultiprocessing = True  # vLLM's lines name the process
     try:
         return AsyncLLM.from_engine_args(arguments.engine, usage_context=UsageContext.ENGINE_CONTEXT)
     except (ValueError, TypeError, NotImplementedError) as error:
