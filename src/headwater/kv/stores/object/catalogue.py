@@ -1,0 +1,229 @@
+"""What this process knows of an object tier: which blocks can be had, what is owned, how much room is left. Pure.
+
+A block is visible when it lies in a known object or is gathered in memory; every change of visibility is one event.
+Bytes count against the cap from the moment they are reserved until the bucket has confirmed that they are gone.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headwater.kv.block import ROOT, Block, Family
+from headwater.kv.identity import split_block_ids
+from headwater.kv.resident import stored_runs
+from headwater.kv.stores.base import TierEvent, TierUsage
+from headwater.kv.stores.object.gathering import Gathering, Loose
+from headwater.kv.stores.object.known import KnownBlocks, KnownRun
+from headwater.kv.stores.object.ledger import Ledger, Owned
+from headwater.kv.stores.object.options import ObjectOptions
+from headwater.kv.stores.object.runs import RunShape, family_digest, run_shape
+from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored
+
+_MAX_EVENTS = 10_000
+
+
+@dataclass(slots=True)
+class Counters:
+    stored: int = 0
+    evicted: int = 0
+    refused: int = 0
+    hits: int = 0
+    misses: int = 0
+    damaged: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """An object on its way out."""
+
+    name: bytes
+    key: str
+
+
+class Catalogue:
+    """See the module docstring."""
+
+    def __init__(self, options: ObjectOptions) -> None:
+        self.options = options
+        self.count = Counters()
+        self.ledger = Ledger()
+        self.blocks = KnownBlocks()
+        self.gathering = Gathering()
+        self.families: dict[bytes, Family] = {}
+        self.doomed: dict[bytes, Doomed] = {}
+        """Objects that must go but are still there, or may be: those of ours count until they are gone."""
+        self._doubtful: dict[bytes, int] = {}
+        self._doubtful_bytes = 0
+        self._reserved_bytes = 0
+        self._events: list[TierEvent] = []
+        self._shapes: dict[Family, RunShape] = {}
+
+    def shape(self, family: Family) -> RunShape:
+        shape = self._shapes.get(family)
+        if shape is None:
+            limits = self.options
+            shape = run_shape(family, min_bytes=limits.min_object_bytes, target_bytes=limits.target_object_bytes)
+            self._shapes[family] = shape
+            self.families[family_digest(family)] = family
+        return shape
+
+    # Visibility
+
+    def visible(self, block_id: bytes) -> bool:
+        return block_id in self.blocks or self.gathering.get(block_id) is not None
+
+    def known(self, ids: bytes) -> bytes:
+        return bytes(self.visible(block_id) for block_id in split_block_ids(ids))
+
+    def gather(self, loose: Loose) -> None:
+        self.gathering.add(loose)
+        self._note_stored(loose.block.id, loose.block.parent)
+
+    def drop_gathered(self, block_ids: Iterable[bytes]) -> int:
+        gone = [block_id for block_id in block_ids if self.gathering.pop(block_id) is not None]
+        self._note_removed(gone)
+        return len(gone)
+
+    def learn(self, shape: RunShape, name: bytes, ids: Iterable[tuple[int, bytes]], parent: bytes | None) -> None:
+        """There is such an object, and these are blocks of it. `parent`: of the first of `ids`, if it is known."""
+        pairs = list(ids)
+        fresh = set(self.blocks.learn(shape, name, pairs))
+        for index, block_id in pairs:
+            if index in fresh and self.gathering.pop(block_id) is None:
+                self._note_stored(block_id, parent)
+            parent = block_id
+        while len(self.blocks) > self.options.max_known_blocks:
+            oldest = self.blocks.oldest()
+            if oldest is None or oldest.name == name:
+                return
+            self.forget(oldest.name)
+
+    def use(self, block_id: bytes) -> None:
+        """It is wanted: the object that holds it is the last to be evicted."""
+        found = self.blocks.find(block_id)
+        if found is not None:
+            self.used(found[0])
+
+    def used(self, run: KnownRun) -> None:
+        self.blocks.touch(run)
+        self.ledger.touch(run.name)
+
+    def restore(self, block: Block) -> bool:
+        """Whether a block that was removed here and is put again is still there."""
+        restored = self.blocks.restore(block.id)
+        if restored:
+            self._note_stored(block.id, block.parent)
+        return restored
+
+    def forget(self, name: bytes) -> int:
+        """An object is gone, or not to be counted on: how many blocks with it."""
+        gone = self.blocks.forget(name)
+        self._note_removed(gone)
+        return len(gone)
+
+    def remove(self, block_id: bytes) -> bool:
+        """Forget one block; its object goes once nothing of it is left."""
+        if self.drop_gathered([block_id]):
+            return True
+        run = self.blocks.remove(block_id)
+        if run is None:
+            return False
+        self._note_removed([block_id])
+        if not run.num_blocks:
+            self.doom(run)
+        return True
+
+    def doom(self, run: KnownRun) -> None:
+        """An object that must go."""
+        self.forget(run.name)
+        self.doomed[run.name] = Doomed(run.name, run.shape.key(run.name))
+
+    # Room
+
+    @property
+    def used_bytes(self) -> int:
+        return self.ledger.used_bytes + self.gathering.num_bytes + self._reserved_bytes + self._doubtful_bytes
+
+    def fits(self, num_bytes: int) -> bool:
+        return self.used_bytes + num_bytes <= self.options.cap_bytes
+
+    def reserve(self, num_bytes: int) -> None:
+        self._reserved_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        self._reserved_bytes -= num_bytes
+
+    def own(self, shape: RunShape, name: bytes, epoch: float) -> None:
+        self._settle_doubt(name)
+        self.doomed.pop(name, None)
+        self.ledger.add(name, Owned(shape.folder, shape.object_bytes, int(epoch)))
+
+    def doubt(self, shape: RunShape, name: bytes) -> None:
+        """A write of unknown outcome: counted and doomed until the bucket has answered."""
+        if name not in self.ledger and name not in self._doubtful:
+            self._doubtful[name] = shape.object_bytes
+            self._doubtful_bytes += shape.object_bytes
+        self.doomed[name] = Doomed(name, shape.key(name))
+
+    def gone(self, name: bytes) -> None:
+        """The bucket has confirmed that an object is not there."""
+        self._settle_doubt(name)
+        self.doomed.pop(name, None)
+        self.ledger.remove(name)
+        self.forget(name)
+
+    def victims(self, num_bytes: int, spared: set[bytes]) -> list[Doomed]:
+        """Objects of ours whose going makes room, the least recently used first, and doomed ones before all. They are
+        invisible from now on."""
+        chosen = list(self.doomed.values())
+        freed = sum(self._doubtful.get(one.name, 0) or self._owned_bytes(one.name) for one in chosen)
+        for name, owned in self.ledger.oldest():
+            if freed >= num_bytes:
+                break
+            if name in spared or name in self.doomed:
+                continue
+            self.count.evicted += self.forget(name)
+            self.doomed[name] = Doomed(name, f"{owned.folder}{name.hex()}")
+            chosen.append(self.doomed[name])
+            freed += owned.num_bytes
+        return chosen
+
+    def _owned_bytes(self, name: bytes) -> int:
+        owned = self.ledger.get(name)
+        return owned.num_bytes if owned else 0
+
+    def _settle_doubt(self, name: bytes) -> None:
+        self._doubtful_bytes -= self._doubtful.pop(name, 0)
+
+    # Reports
+
+    def usage(self) -> TierUsage:
+        count = self.count
+        return TierUsage(
+            num_blocks=len(self.blocks) + len(self.gathering),
+            used_bytes=self.used_bytes,
+            cap_bytes=self.options.cap_bytes,
+            num_stored=count.stored,
+            num_evicted=count.evicted,
+            num_refused=count.refused,
+            num_hits=count.hits,
+            num_misses=count.misses,
+            num_damaged=count.damaged,
+            num_failed=count.failed,
+        )
+
+    def drain_events(self) -> list[TierEvent]:
+        events, self._events = self._events, []
+        if len(events) < _MAX_EVENTS:
+            return events
+        gathered = ((loose.block.id, loose.block.parent) for loose in self.gathering.oldest())
+        resident = stored_runs([*self.blocks.resident(), *gathered])
+        return [BlocksCleared("object"), *(BlocksStored(run.block_ids, run.parent, "object") for run in resident)]
+
+    def _note_stored(self, block_id: bytes, parent: bytes | None) -> None:
+        if len(self._events) < _MAX_EVENTS:
+            self._events.append(BlocksStored(block_id, None if parent == ROOT else parent, "object"))
+
+    def _note_removed(self, block_ids: list[bytes]) -> None:
+        if block_ids and len(self._events) < _MAX_EVENTS:
+            self._events.append(BlocksRemoved(b"".join(block_ids), "object"))

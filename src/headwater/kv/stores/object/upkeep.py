@@ -1,0 +1,199 @@
+"""What an object tier does on the side: load and save its ledger, delete what must go, let what is old expire.
+
+Expiry counts from the writing of an object and is judged by the bucket's own time stamps when it sweeps, so it also
+takes what nobody owns: objects of nodes that are gone, or written right before a crash. A lifecycle rule of the bucket
+may do the same. This is the only place that lists, besides clearing.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from headwater.clock import Clock
+from headwater.errors import TierUnavailable
+from headwater.kv.block import Family
+from headwater.kv.stores.object.bucket import Bucket
+from headwater.kv.stores.object.catalogue import Catalogue, Doomed
+from headwater.kv.stores.object.runs import family_folder
+from headwater.kv.stores.object.writing import FAMILIES, Writer
+
+_log = logging.getLogger(__name__)
+
+SAVE_EVERY_S = 10.0
+SAVE_AFTER_CHANGES = 64
+_LOOK_EVERY_S = 1.0
+_MIN_SWEEP_S = 600.0
+_MAX_SWEEP_S = 86400.0
+
+
+class Upkeep:
+    """One task from `start` to `close`."""
+
+    def __init__(
+        self, catalogue: Catalogue, bucket: Bucket, writer: Writer, clock: Clock, chance: Callable[[], float]
+    ) -> None:
+        self._catalogue = catalogue
+        self._bucket = bucket
+        self._writer = writer
+        self._clock = clock
+        self._chance = chance
+        self._version: dict[str, str] | None = None
+        self._loaded = asyncio.Event()
+        self._last_saved = clock.now()
+        self._next_sweep = clock.now() + self._sweep_every_s() * chance()
+        self._told = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="kv-object-upkeep")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._catalogue.ledger.num_changes and self._bucket.breaker.closed:
+            with contextlib.suppress(TierUnavailable):
+                await self.save()
+
+    async def loaded(self) -> None:
+        """Wait until it is known what this node owns; raises `TierUnavailable`."""
+        if self._loaded.is_set():
+            return
+        try:
+            async with asyncio.timeout(self._catalogue.options.request_timeout_s):
+                await self._loaded.wait()
+        except TimeoutError:
+            reason = self._bucket.breaker.reason or "the ledger could not be read yet"
+            raise TierUnavailable(f"{self._bucket.url}: {reason}") from None
+
+    # The ledger
+
+    @property
+    def _ledger_key(self) -> str:
+        return f"owners/{self._catalogue.options.owner}"
+
+    async def load(self) -> None:
+        found = await self._bucket.read(self._ledger_key)
+        if found is not None:
+            body, self._version = found
+            try:
+                self._catalogue.ledger.merge(body)
+            except msgspec.MsgspecError as error:
+                _log.error(
+                    "the ledger %s at %s is damaged, a new one is begun: %s", self._ledger_key, self._bucket.url, error
+                )
+        self._loaded.set()
+
+    async def save(self) -> None:
+        num_changes = self._catalogue.ledger.num_changes
+        version = await self._bucket.replace(self._ledger_key, self._catalogue.ledger.encode(), self._version)
+        if version is None:
+            await self._share()
+            return
+        self._version = version
+        self._last_saved = self._clock.now()
+        self._catalogue.ledger.saved(num_changes)
+
+    async def _share(self) -> None:
+        """Somebody else has written our ledger: take in what is in it; the next saving comes on top of that."""
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "another process keeps the ledger of %r at %s: give each node an owner name of its own",
+                self._catalogue.options.owner,
+                self._bucket.url,
+            )
+        await self.load()
+
+    # Going
+
+    async def expire(self) -> None:
+        """Delete what we own and wrote too long ago."""
+        ttl_s = self._catalogue.options.ttl_s
+        if ttl_s:
+            for name, owned in self._catalogue.ledger.written_before(self._clock.epoch() - ttl_s):
+                self._catalogue.count.evicted += self._catalogue.forget(name)
+                self._catalogue.doomed[name] = Doomed(name, f"{owned.folder}{name.hex()}")
+        await self._writer.delete(list(self._catalogue.doomed))
+
+    async def sweep(self) -> int:
+        """Delete what anybody wrote too long ago; how many objects."""
+        oldest = self._clock.epoch() - self._catalogue.options.ttl_s
+        swept = 0
+        async for chunk in self._bucket.list("runs"):
+            swept += await self._delete([one.key for one in chunk if one.modified.timestamp() < oldest])
+        if swept:
+            _log.info("object tier %s: %d objects expired", self._bucket.url, swept)
+        return swept
+
+    async def clear(self, *, tenant: str | None, model: str | None) -> int:
+        """Delete every object of the families that match, whoever wrote it; how many blocks."""
+        cleared = self._clear_gathered(tenant, model)
+        for digest, family in (await self._all_families()).items():
+            if tenant in (None, family.tenant) and model in (None, family.model):
+                async for chunk in self._bucket.list(family_folder(digest)):
+                    cleared += sum(self._num_blocks(one.key) for one in chunk)
+                    await self._delete([one.key for one in chunk])
+        return cleared
+
+    def _clear_gathered(self, tenant: str | None, model: str | None) -> int:
+        catalogue = self._catalogue
+        return catalogue.drop_gathered(
+            loose.block.id
+            for loose in catalogue.gathering.oldest()
+            if tenant in (None, (family := catalogue.families[loose.shape.family]).tenant)
+            and model in (None, family.model)
+        )
+
+    async def _all_families(self) -> dict[bytes, Family]:
+        families = dict(self._catalogue.families)
+        async for chunk in self._bucket.list(FAMILIES):
+            for one in chunk:
+                digest = bytes.fromhex(one.key.rsplit("/", 1)[1])
+                found = None if digest in families else await self._bucket.read(one.key)
+                if found is not None:
+                    families[digest] = msgspec.msgpack.decode(found[0], type=Family)
+        return families
+
+    def _num_blocks(self, key: str) -> int:
+        """Blocks of a listed object that count as there."""
+        known = self._catalogue.blocks.run(_name(key))
+        return known.num_blocks if known is not None else int(key.split("/")[-2])
+
+    async def _delete(self, keys: list[str]) -> int:
+        for start in range(0, len(keys), 250):
+            part = keys[start : start + 250]
+            await self._bucket.delete(part)
+            for key in part:
+                self._catalogue.gone(_name(key))
+        return len(keys)
+
+    # The task
+
+    async def _run(self) -> None:
+        while True:
+            with contextlib.suppress(TierUnavailable):  # told where it happened, and tried again
+                await self._look()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _look(self) -> None:
+        if not self._loaded.is_set():
+            await self.load()
+        await self.expire()
+        changes, now = self._catalogue.ledger.num_changes, self._clock.now()
+        if changes >= SAVE_AFTER_CHANGES or (changes and now - self._last_saved >= SAVE_EVERY_S):
+            await self.save()
+        if self._catalogue.options.ttl_s and now >= self._next_sweep:
+            self._next_sweep = now + self._sweep_every_s() * (0.5 + self._chance())
+            await self.sweep()
+
+    def _sweep_every_s(self) -> float:
+        return min(max(self._catalogue.options.ttl_s / 8, _MIN_SWEEP_S), _MAX_SWEEP_S)
+
+
+def _name(key: str) -> bytes:
+    return bytes.fromhex(key.rsplit("/", 1)[1])
