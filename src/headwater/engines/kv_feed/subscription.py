@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import zmq
+
 from headwater.engines.kv_feed.wire import ForeignBatch, decode_batch
-from headwater.errors import ProtocolError
+from headwater.errors import ConfigError, ProtocolError
 from headwater.runtime.wire import Limits
-from headwater.runtime.zeromq import DEALER, NOBLOCK, SNDMORE, SUB, Pump, ZmqContext, connect, receive_parts
+from headwater.runtime.zeromq import DEALER, NOBLOCK, SNDMORE, SUB, Pump, RawSocket, ZmqContext, receive_parts
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +26,8 @@ _REPLAY_TIMEOUT_S = 5.0
 _MAX_KEPT = 10_000
 """Batches kept while earlier ones are asked for."""
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-_SUBSCRIBE_OPTION = 6
+_SUBSCRIBE = int(zmq.SUBSCRIBE)
+_IPV6 = int(zmq.IPV6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +128,12 @@ class Feed:
         self._timer: asyncio.TimerHandle | None = None
         limits = Limits()
         self._sub = context.socket(SUB, limits, _MAX_MESSAGE_BYTES)
-        self._sub.set(_SUBSCRIBE_OPTION, address.topic.encode())
-        connect(self._sub, address.endpoint)
+        self._sub.set(_SUBSCRIBE, address.topic.encode())
+        _connect(self._sub, address.endpoint)
         self._dealer = None
         if address.replay_endpoint is not None:
             self._dealer = context.socket(DEALER, limits, _MAX_MESSAGE_BYTES)
-            connect(self._dealer, address.replay_endpoint)
+            _connect(self._dealer, address.replay_endpoint)
             self._replies = Pump(self._dealer, self._receive_replay)
         self._pump = Pump(self._sub, self._receive_live)
         self._order.begin()
@@ -181,3 +184,12 @@ class Feed:
             _log.warning("%s: %s", self._address.endpoint, error)
             return
         take(int.from_bytes(number, "big"), batch)
+
+
+def _connect(socket: RawSocket, endpoint: str) -> None:
+    """In the clear: an engine's feed has no keys of ours."""
+    try:
+        socket.set(_IPV6, int(endpoint.startswith("tcp://[")))
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"the KV events at {endpoint!r} cannot be dialled: {error}") from error
