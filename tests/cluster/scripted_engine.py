@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headwater.engines.base import EngineInfo, EngineListener, Progress, ProgressSink
+from headwater.engines.base import EngineInfo, EngineListener, KvPort, Progress, ProgressSink
 from headwater.errors import Draining, EngineFailed, HeadwaterError
 from headwater.protocol.cluster import Artifact, ModelCard
 from headwater.protocol.events import BlocksStored, LoadReport, WorkerEvent
@@ -43,6 +43,7 @@ class ScriptedEngine:
     submitted: list[EngineRequest] = field(default_factory=list[EngineRequest])
     closed: int = 0
     stalled: bool = False
+    kv: KvPort | None = None
 
     def __post_init__(self) -> None:
         self._open: dict[int, EngineRequest] = {}

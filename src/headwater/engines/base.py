@@ -9,17 +9,44 @@ Guarantees an implementation gives (checked by `headwater.engines.conformance`):
 - `submit` never blocks; what cannot be served is answered with an output carrying an `ErrorInfo`;
 - an engine failure ends every open sequence with an error, then calls `on_failed` once;
 - `drain` waits for open sequences and refuses new ones; `close` is idempotent and never hangs.
+
+The KV port (`Engine.kv`, None where an engine has none) exchanges KV blocks with agents outside the engine: the
+hand-off between prefill and decode workers (`headwater.handoff`), and the tiers of the KV store. Everything is by whole
+blocks; the last one of a prompt may hold a part. Block `b` lies at `b * block_bytes` of `kv.blocks.memory`.
+
+    load      kv.submit_loading(request, loader, timeout_s)           instead of `submit`
+              loader.on_load(LoadStarted)                             admitted: write the missing blocks, on any thread
+              kv.arrived(stream, k)                                   the first k blocks of the sequence are there
+              kv.prefilled(stream, first) or kv.loaded(stream, k)     done; with loaded, the engine computes the rest
+              loader.on_load_ended(LoadEnded)                         instead: stop writing, then kv.stopped(stream)
+    export    kv.submit_exported(request, reader, first_block, hold_s)    instead of `submit`
+              reader.on_exported(BlocksExported)                      per step: these blocks can be read now
+              kv.release(stream)                                      read; until then, or for `hold_s`, they stay
+    offload   kv.watch(watcher)
+              watcher.on_committed([BlocksCommitted, ...])            per step: what has become full, with ids
+              kv.hold(id, hold_s, on_held)                            keep a block and all before it while reading
+              kv.drop(hold)
+
+- A loading sequence waits with its blocks reserved and stops nobody. It may be preempted like any other, and ends its
+  load when `timeout_s` from its admission are over; then it is computed here, with what had arrived.
+- A loader hears of exactly one end of its load, unless it ended it itself. It may write until it says `prefilled`,
+  `loaded` or `stopped`: blocks that have not arrived are given to nobody before. What has arrived must not be written.
+- What is held stays as it is until it is released, dropped or its time is up, also if the sequence fails or is aborted
+  by `release`. After `hold_s` it must not be believed any more.
+- All methods are called on the event loop and never wait; calls for streams that are unknown by now are ignored. All
+  news come on the event loop, in order, those of a step before its outputs.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from headwater.errors import HeadwaterError
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport, WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
+from headwater.scheduler.outside import BlocksCommitted, BlocksExported, FirstToken, Held, LoadEnded, LoadStarted
 from headwater.types import Role
 
 
@@ -81,8 +108,87 @@ class EngineInfo:
     """Whether output is bit-identical whatever else runs, so that a moved stream continues token for token."""
 
 
+@dataclass(frozen=True, slots=True)
+class KvMemory:
+    """Where an engine's KV blocks lie: block `b` at `b * block_bytes`, one contiguous run over all layers."""
+
+    num_blocks: int
+    block_bytes: int
+    memory: Any
+    """What `headwater.transfer.agent.Agent.register` takes: shared memory where possible."""
+    view: memoryview | None
+    """The same bytes, writable; None if the CPU cannot touch them."""
+    modelled_block_bytes: int = 0
+    """What a block would have in the engine that this one models; 0: these are the real ones."""
+    modelled_bytes_per_s: float = 0.0
+    """How fast they would be moved; 0: in no time."""
+
+    def block(self, number: int) -> memoryview:
+        """The bytes of one block, for memory that the CPU can touch."""
+        assert self.view is not None, "this KV memory is on a device"
+        return self.view[number * self.block_bytes : (number + 1) * self.block_bytes]
+
+
+class KvLoader(Protocol):
+    """Writes the missing blocks of a sequence."""
+
+    def on_load(self, started: LoadStarted) -> None: ...
+
+    def on_load_ended(self, ended: LoadEnded) -> None:
+        """Stop writing, then call `stopped`. Also told when the load had not started yet."""
+        ...
+
+
+class KvReader(Protocol):
+    """Reads the blocks of an exported sequence."""
+
+    def on_exported(self, exported: BlocksExported) -> None: ...
+
+
+class KvWatcher(Protocol):
+    def on_committed(self, committed: list[BlocksCommitted]) -> None:
+        """All that one step has filled. They may be evicted soon: `hold` them to read them."""
+        ...
+
+
+class KvPort(Protocol):
+    """See the module docstring."""
+
+    @property
+    def blocks(self) -> KvMemory: ...
+
+    def submit_loading(self, request: EngineRequest, loader: KvLoader, timeout_s: float) -> None: ...
+
+    def arrived(self, stream: int, num_blocks: int) -> None: ...
+
+    def loaded(self, stream: int, num_blocks: int) -> None: ...
+
+    def prefilled(self, stream: int, first: FirstToken) -> None: ...
+
+    def stopped(self, stream: int) -> None: ...
+
+    def submit_exported(self, request: EngineRequest, reader: KvReader, first_block: int, hold_s: float) -> None: ...
+
+    def release(self, stream: int, after_s: float = 0.0) -> None:
+        """The blocks of an exported stream are not needed any more (after some time); end it if it is open."""
+        ...
+
+    def hold(self, block_id: bytes, hold_s: float, on_held: Callable[[Held], None]) -> None:
+        """`on_held` is told the blocks from the start of the sequence up to this one; none if it is not here."""
+        ...
+
+    def drop(self, hold: int) -> None: ...
+
+    def watch(self, watcher: KvWatcher) -> None: ...
+
+
 class Engine(Protocol):
     """One model on one set of devices."""
+
+    @property
+    def kv(self) -> KvPort | None:
+        """From `start` on, for engines that have one."""
+        ...
 
     async def start(self, listener: EngineListener, progress: ProgressSink) -> EngineInfo:
         """Load and warm. Raises `ModelError` or `ConfigError`."""

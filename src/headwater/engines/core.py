@@ -1,22 +1,24 @@
 """One engine without a loop: scheduler and executor, stepped by whoever owns the time.
 
-    submit, abort -> begin_step (plan, execute) -> finish_step (commit) -> outputs and events
+    submit, abort -> plan_step, execute_step -> finish_step (commit) -> outputs, events, news of KV blocks
 
-Synchronous and single-threaded. Between `begin_step` and `finish_step` only `submit` and `abort` may be called. Any
-exception of the executor that is not about one request becomes `EngineFailed`; the core is then dead.
+Synchronous and single-threaded. Between `plan_step` and `finish_step` only `submit`, `abort`, `flush` and what the KV
+port does may be called. Any exception of the executor that is not about one request becomes `EngineFailed`; the core is
+then dead.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
 from headwater.clock import Clock
-from headwater.engines.base import EngineInfo, ProgressSink
+from headwater.engines.base import EngineInfo, KvMemory, ProgressSink
 from headwater.errors import EngineFailed, HeadwaterError, RequestError
 from headwater.protocol.events import BlocksStored, LoadReport, WorkerEvent
 from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput
+from headwater.scheduler.outside import Export, FirstToken, Held, KvNews
 from headwater.scheduler.plan import Executor, StepPlan, StepResult
 from headwater.scheduler.scheduler import Scheduler
 
@@ -33,6 +35,8 @@ class BuiltEngine:
     prepare: Callable[[EngineRequest], None] | None = None
     """Does what takes long about a structured output before it is admitted; called on another thread than the
     executor. Raises `RequestError`."""
+    kv: KvMemory | None = None
+    """Where the blocks lie, when they can be exchanged with the outside."""
 
 
 BuildEngine = Callable[[ProgressSink], BuiltEngine]
@@ -45,6 +49,11 @@ class StepOutcome:
 
     outputs: list[SequenceOutput]
     events: list[WorkerEvent]
+    news: list[KvNews] = field(default_factory=list[KvNews])
+    """For the KV port; delivered before the outputs."""
+
+    def __bool__(self) -> bool:
+        return bool(self.outputs or self.events or self.news)
 
 
 class StepOwner(Protocol):
@@ -62,6 +71,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
+        self._plan: StepPlan | None = None
         self._pending: tuple[StepPlan, StepResult] | None = None
         self._next_report = clock.now()
         self._turns = 0
@@ -70,14 +80,26 @@ class EngineCore:
     def has_work(self) -> bool:
         return self._scheduler.num_open > 0
 
+    @property
+    def has_news(self) -> bool:
+        """Whether the KV port has something to be told that should not wait for the end of the step."""
+        return self._scheduler.exchange.has_news
+
     def submit(self, requests: Sequence[EngineRequest]) -> list[SequenceOutput]:
         """Take requests; the answer holds an output for each that was refused."""
-        now = self._clock.epoch()
-        return [refusal for request in requests if (refusal := self._submit_one(request, now)) is not None]
+        return [refused for request in requests if (refused := self._submit_one(request)) is not None]
 
-    def _submit_one(self, request: EngineRequest, now: float) -> SequenceOutput | None:
+    def _submit_one(
+        self, request: EngineRequest, *, load_s: float | None = None, export: tuple[int, float] | None = None
+    ) -> SequenceOutput | None:
+        now = self._clock.epoch()
         try:
-            sequence = self._scheduler.add(request, now)
+            sequence = self._scheduler.add(
+                request,
+                now,
+                load_s=load_s,
+                export=None if export is None else Export(export[0], now + export[1]),
+            )
         except HeadwaterError as error:
             return refusal(request.stream, error)
         try:
@@ -95,11 +117,63 @@ class EngineCore:
         self._release_ended()
         self._next_report = self._clock.now()
 
-    def begin_step(self) -> float | None:
-        """Plan and execute one step: its duration in ms, or None when there was nothing to run."""
-        plan = self._scheduler.schedule(self._clock.epoch())
-        if plan is None:
-            return None
+    # ---- blocks exchanged with the outside, see `headwater.scheduler.outside`
+
+    def submit_loading(self, request: EngineRequest, timeout_s: float) -> list[SequenceOutput]:
+        """Like `submit`, for a request whose blocks come from elsewhere."""
+        refused = self._submit_one(request, load_s=timeout_s)
+        if refused is None:
+            return []
+        self._scheduler.exchange.refused(request.stream)
+        return [refused]
+
+    def submit_exported(self, request: EngineRequest, first_block: int, hold_s: float) -> list[SequenceOutput]:
+        """Like `submit`, for a request whose blocks are read from elsewhere."""
+        refused = self._submit_one(request, export=(first_block, hold_s))
+        return [] if refused is None else [refused]
+
+    def arrived(self, stream: int, num_blocks: int) -> None:
+        self._scheduler.exchange.arrived(stream, num_blocks)
+
+    def loaded(self, stream: int, num_blocks: int) -> None:
+        self._scheduler.exchange.loaded(stream, num_blocks)
+
+    def prefilled(self, stream: int, first: FirstToken) -> None:
+        self._scheduler.prefilled(stream, first)
+
+    def stopped(self, stream: int) -> None:
+        self._scheduler.exchange.stopped(stream)
+
+    def release(self, stream: int, after_s: float) -> None:
+        self._scheduler.release(stream, self._clock.epoch() + after_s if after_s else None)
+        self._next_report = self._clock.now()
+
+    def hold(self, block_id: bytes, hold_s: float) -> Held:
+        return self._scheduler.exchange.hold(block_id, self._clock.epoch() + hold_s)
+
+    def drop(self, hold: int) -> None:
+        self._scheduler.exchange.drop(hold)
+
+    def watch(self) -> None:
+        self._scheduler.exchange.watched = True
+
+    def flush(self) -> StepOutcome:
+        """What can be told before the step is over."""
+        outputs = self._scheduler.take_outputs()
+        self._release_ended()
+        return StepOutcome(outputs, [*self._scheduler.drain_events()], self._scheduler.exchange.take_news())
+
+    # ---- steps
+
+    def plan_step(self) -> bool:
+        """Whether there is something to run."""
+        self._plan = self._scheduler.schedule(self._clock.epoch())
+        return self._plan is not None
+
+    def execute_step(self) -> float:
+        """Execute what was planned: its duration in ms."""
+        plan, self._plan = self._plan, None
+        assert plan is not None, "nothing was planned"
         try:
             result = self._executor.execute(plan)
         except Exception as error:
@@ -107,8 +181,12 @@ class EngineCore:
         self._pending = (plan, result)
         return result.duration_ms
 
+    def begin_step(self) -> float | None:
+        """Plan and execute one step: its duration in ms, or None when there was nothing to run."""
+        return self.execute_step() if self.plan_step() else None
+
     def finish_step(self) -> StepOutcome:
-        """Commit what `begin_step` executed, if anything."""
+        """Commit what was executed, if anything."""
         if self._pending is None:
             outputs = self._scheduler.take_outputs()
         else:
@@ -121,7 +199,7 @@ class EngineCore:
             self._scheduler.check_idle()
         if self._clock.now() >= self._next_report or not self.has_work:
             events.append(self.report())
-        return StepOutcome(outputs, events)
+        return StepOutcome(outputs, events, self._scheduler.exchange.take_news())
 
     def step(self) -> StepOutcome:
         """One step with nothing between its halves."""

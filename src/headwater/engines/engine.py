@@ -13,13 +13,14 @@ the events that were delivered before it. Streams are unique over the life of th
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headwater.clock import Clock, RealClock
 from headwater.config.schema import EngineConfig
-from headwater.engines.base import EngineInfo, EngineListener, ProgressSink
+from headwater.engines.base import EngineInfo, EngineListener, KvMemory, ProgressSink
 from headwater.engines.core import BuildEngine, BuiltEngine, EngineCore, StepOutcome, refusal
-from headwater.engines.loop import StepLoop
+from headwater.engines.loop import Command, StepLoop
+from headwater.engines.port import CorePort
 from headwater.engines.preparation import Preparation
 from headwater.errors import Draining, HeadwaterError, InternalError, WorkerLost
 from headwater.kv.identity import namespace
@@ -47,6 +48,10 @@ class CoreEngine:
         self._refused: set[int] = set()
         """Streams whose refusal is on its way."""
         self._preparation: Preparation | None = None
+        self._once_prepared: dict[int, Command] = {}
+        """How to hand over those that are not simply submitted."""
+        self._port: CorePort | None = None
+        self._kv_memory: KvMemory | None = None
         self._resident = ResidentBlocks()
         self._load = LoadReport(0, 0, 0, 0, 0)
         self._refusing: HeadwaterError | None = InternalError("the engine is not started")
@@ -56,7 +61,10 @@ class CoreEngine:
 
     async def start(self, listener: EngineListener, progress: ProgressSink) -> EngineInfo:
         self._listener = listener
+        self._event_loop = asyncio.get_running_loop()
         info = await self._loop.start(self._build_core, progress, self)
+        if self._kv_memory is not None:
+            self._port = CorePort(self._kv_memory, self)
         if not self._closed:
             self._refusing = None
         return info
@@ -71,9 +79,7 @@ class CoreEngine:
                 self._loop.submit(ready)
             self._open.update(request.stream for request in requests)
         except HeadwaterError as error:
-            refused = [request.stream for request in requests]
-            self._refused.update(refused)
-            asyncio.get_running_loop().call_soon(self._answer_refused, refused, error)
+            self._refuse([request.stream for request in requests], error)
 
     def abort(self, streams: Sequence[int]) -> None:
         self._refused.difference_update(streams)
@@ -82,6 +88,7 @@ class CoreEngine:
             self._open.difference_update(known)
             if self._preparation is not None:
                 self._preparation.abort(known)
+                self._forget_prepared(known)
             self._loop.abort(known)
             self._note_open()
 
@@ -113,6 +120,8 @@ class CoreEngine:
         self._closed = True
         if first:
             self._end_all(error)
+            if self._port is not None:
+                self._port.close()
         if self._preparation is not None:
             await self._preparation.close(_CLOSE_TIMEOUT_S)
         await self._loop.close(_CLOSE_TIMEOUT_S)
@@ -121,6 +130,8 @@ class CoreEngine:
         """From the loop: deliver one step."""
         if self._listener is None:
             return
+        if outcome.news and self._port is not None:
+            self._port.on_news(outcome.news)
         opened = self._open
         outputs = [output for output in outcome.outputs if output.stream in opened]
         for output in outputs:
@@ -139,12 +150,49 @@ class CoreEngine:
             return
         self._refusing = WorkerLost(f"this worker's engine has failed: {error}")
         self._end_all(error)
+        if self._port is not None:
+            self._port.close()
         self._listener.on_failed(error)
+
+    # For the KV port
+
+    @property
+    def kv(self) -> CorePort | None:
+        return self._port
+
+    def submit_as(self, request: EngineRequest, command: Command) -> None:
+        try:
+            if self._refusing is not None:
+                raise self._refusing
+            if self._begin_preparing(request):
+                self._once_prepared[request.stream] = command
+            else:
+                self._loop.call(command)
+            self._open.add(request.stream)
+        except HeadwaterError as error:
+            self._refuse([request.stream], error)
+            if self._port is not None:
+                self._port.refused(request.stream)
+
+    def call(self, command: Command) -> None:
+        self._loop.call(command)
+
+    def forget(self, stream: int) -> None:
+        self._open.discard(stream)
+        if self._preparation is not None:
+            self._preparation.abort([stream])
+            self._forget_prepared([stream])
+        self._note_open()
+
+    def call_soon(self, work: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is gone
+            self._event_loop.call_soon_threadsafe(work)
 
     def _build_core(self, progress: ProgressSink) -> tuple[EngineCore, EngineInfo]:
         built = self._build(progress)
         if built.prepare is not None:
             self._preparation = Preparation(built.prepare, self._on_prepared)
+        self._kv_memory = built.kv
         scheduler = Scheduler(_limits(self._config, built))
         return EngineCore(scheduler, built.executor, self._clock), built.info
 
@@ -161,9 +209,24 @@ class CoreEngine:
         try:
             if error is not None:
                 raise error
-            self._loop.submit([request])
+            command = self._once_prepared.pop(request.stream, None)
+            if command is None:
+                self._loop.submit([request])
+            else:
+                self._loop.call(command)
         except HeadwaterError as refused:
+            self._forget_prepared([request.stream])
             self.on_outcome(StepOutcome([refusal(request.stream, refused)], []))
+
+    def _forget_prepared(self, streams: Sequence[int]) -> None:
+        """Those that were to be handed over once they are prepared will not be."""
+        for stream in streams:
+            if self._once_prepared.pop(stream, None) is not None and self._port is not None:
+                self._port.refused(stream)
+
+    def _refuse(self, streams: list[int], error: HeadwaterError) -> None:
+        self._refused.update(streams)
+        asyncio.get_running_loop().call_soon(self._answer_refused, streams, error)
 
     def _note_events(self, events: list[WorkerEvent]) -> None:
         for event in events:

@@ -18,7 +18,7 @@ import msgspec
 
 from headwater.clock import Clock, RealClock
 from headwater.config.schema import EngineConfig
-from headwater.engines.base import EngineInfo, EngineListener, ProgressSink
+from headwater.engines.base import EngineInfo, EngineListener, KvPort, ProgressSink
 from headwater.errors import DeadlineExceeded, Draining, HeadwaterError, InternalError, Overloaded, WorkerLost
 from headwater.kv.identity import namespace
 from headwater.kv.resident import ResidentBlocks
@@ -60,6 +60,8 @@ class Totals:
 class ExternalEngine(ABC):
     """See `headwater.engines.base.Engine`."""
 
+    kv: KvPort | None = None
+
     def __init__(self, config: EngineConfig, *, clock: Clock | None = None) -> None:
         self.config = config
         self.clock = clock or RealClock()
@@ -72,6 +74,7 @@ class ExternalEngine(ABC):
         self._refused: set[int] = set()
         """Streams whose refusal is on its way."""
         self._refusing: HeadwaterError | None = InternalError("the engine is not started")
+        self._pausing: HeadwaterError | None = None
         self._resident = ResidentBlocks()
         self._timings: list[StepTiming] = []
         self._next_report = 0.0
@@ -213,6 +216,20 @@ class ExternalEngine(ABC):
         self._end_all(error)
         self._listener.on_failed(error)
 
+    def pause(self, error: HeadwaterError) -> None:
+        """The other side cannot work for now: what is open ends with a retryable error, and new work is refused."""
+        if self._refusing is None:
+            self._refusing = self._pausing = error
+            self._end_all(error)
+
+    def resume(self) -> None:
+        if self._refusing is self._pausing:
+            self._refusing = self._pausing = None
+
+    @property
+    def paused(self) -> bool:
+        return self._pausing is not None
+
     def note_changed(self) -> None:
         """Load may have changed: report soon."""
         if self._closed or self._listener is None or self._info is None:
@@ -308,30 +325,32 @@ class ExternalEngine(ABC):
         self._arm_heartbeat()
 
 
-def gathered(deliver: Callable[[list[SequenceOutput]], None]) -> Callable[[SequenceOutput], None]:
-    """A sink for single outputs that hands on what one turn of the event loop brought, in one call per round."""
-    pending: list[SequenceOutput] = []
+class Gathered:
+    """A sink for single outputs: hands on what one turn of the event loop brought, one output per sequence."""
 
-    def flush() -> None:
-        outputs = pending.copy()
-        pending.clear()
-        rounds: list[dict[int, SequenceOutput]] = []
-        for output in outputs:
-            for step in rounds:
-                if output.stream not in step:
-                    step[output.stream] = output
-                    break
-            else:
-                rounds.append({output.stream: output})
-        for step in rounds:
-            deliver(list(step.values()))
+    def __init__(self, deliver: Callable[[list[SequenceOutput]], None]) -> None:
+        self._deliver = deliver
+        self._pending: dict[int, SequenceOutput] = {}
 
-    def take(output: SequenceOutput) -> None:
-        if not pending:
-            asyncio.get_running_loop().call_soon(flush)
-        pending.append(output)
+    def take(self, output: SequenceOutput) -> None:
+        """The output is the sink's from now on."""
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self._flush)
+        known = self._pending.setdefault(output.stream, output)
+        if known is not output and known.finish_reason is None:
+            _join(known, output)
 
-    return take
+    def _flush(self) -> None:
+        outputs, self._pending = list(self._pending.values()), {}
+        self._deliver(outputs)
+
+
+def _join(first: SequenceOutput, second: SequenceOutput) -> None:
+    """Make one output of two of the same sequence."""
+    first.token_ids += second.token_ids
+    first.finish_reason, first.stop_token_id, first.error = second.finish_reason, second.stop_token_id, second.error
+    if second.logprobs is not None:
+        first.logprobs = (first.logprobs or []) + second.logprobs
 
 
 def _limits(config: EngineConfig, info: EngineInfo) -> SchedulerLimits:

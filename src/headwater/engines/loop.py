@@ -11,14 +11,13 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from headwater.engines.base import EngineInfo, Progress, ProgressSink
 from headwater.engines.core import EngineCore, StepOutcome, StepOwner
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, ModelError, Overloaded
-from headwater.protocol.request import EngineRequest
+from headwater.protocol.request import EngineRequest, SequenceOutput
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +31,9 @@ _MAX_CATCH_UP_S = 0.1
 
 BuildCore = Callable[[ProgressSink], tuple[EngineCore, EngineInfo]]
 
+Command = Callable[[EngineCore], Sequence[SequenceOutput]]
+"""Something to do between steps; the answer holds outputs of sequences that were refused."""
+
 
 class StepLoop(Protocol):
     """Owns an `EngineCore` and the time between its steps. `start` is called once, `close` any number of times."""
@@ -44,21 +46,11 @@ class StepLoop(Protocol):
 
     def abort(self, streams: Sequence[int]) -> None: ...
 
+    def call(self, command: Command) -> None:
+        """Do something on the core, in order with submissions and aborts; never in the middle of a computation."""
+        ...
+
     async def close(self, timeout_s: float) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Submit:
-    requests: Sequence[EngineRequest]
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    streams: Sequence[int]
-
-
-_Command = _Submit | _Abort | None
-"""None: close."""
 
 
 class ThreadedLoop:
@@ -66,7 +58,8 @@ class ThreadedLoop:
 
     def __init__(self, name: str = "engine") -> None:
         self._name = name
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        """None: close."""
         self._slots = threading.BoundedSemaphore(_MAX_UNDELIVERED)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -85,10 +78,13 @@ class ThreadedLoop:
     def submit(self, requests: Sequence[EngineRequest]) -> None:
         if self._commands.qsize() >= _MAX_COMMANDS:
             raise Overloaded(f"more than {_MAX_COMMANDS} commands wait for the engine's next step")
-        self._commands.put(_Submit(requests))
+        self._commands.put(lambda core: core.submit(requests))
 
     def abort(self, streams: Sequence[int]) -> None:
-        self._commands.put(_Abort(streams))
+        self._commands.put(partial(_abort, streams))
+
+    def call(self, command: Command) -> None:
+        self._commands.put(command)
 
     async def close(self, timeout_s: float) -> None:
         """Ask the thread to end and wait; a thread stuck inside the executor is left behind, with a log line."""
@@ -119,28 +115,30 @@ class ThreadedLoop:
     def _serve(self, core: EngineCore) -> None:
         wait_s = 0.0
         while self._take_commands(core, wait_s):
-            ran = core.begin_step() is not None
-            outcome = core.finish_step()
-            if outcome.outputs or outcome.events:
+            ran = core.plan_step()
+            if core.has_news:
+                self._deliver(core.flush())
+            if ran:
+                core.execute_step()
+            if outcome := core.finish_step():
                 self._deliver(outcome)
             wait_s = 0.0 if ran else _RETRY_S if core.has_work else _HEARTBEAT_S
 
     def _take_commands(self, core: EngineCore, wait_s: float) -> bool:
         """Apply all commands there are, after waiting for a first one at most `wait_s`. False: it is time to end."""
-        refused = []
+        refused: list[SequenceOutput] = []
+        took = False
         while True:
             try:
                 command = self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
             except queue.Empty:
                 break
             wait_s = 0.0
-            match command:
-                case _Submit(requests):
-                    refused += core.submit(requests)
-                case _Abort(streams):
-                    core.abort(streams)
-        if refused:
-            self._deliver(StepOutcome(refused, []))
+            if command is not None:
+                took = True
+                refused += command(core)
+        if took and (outcome := told_early(core, refused)):
+            self._deliver(outcome)
         return not self._closing.is_set()
 
     def _deliver(self, outcome: StepOutcome) -> None:
@@ -203,23 +201,21 @@ class InlineLoop:
         return info
 
     def submit(self, requests: Sequence[EngineRequest]) -> None:
-        self._guard(self._submit, requests)
+        self.call(lambda core: core.submit(requests))
 
     def abort(self, streams: Sequence[int]) -> None:
-        self._guard(self._abort, streams)
+        self.call(partial(_abort, streams))
+
+    def call(self, command: Command) -> None:
+        self._guard(self._call, command)
 
     async def close(self, timeout_s: float) -> None:
         self._closed = True
         self._stop()
 
-    def _submit(self, core: EngineCore, requests: Sequence[EngineRequest]) -> None:
-        refused = core.submit(requests)
-        if refused:
-            self._loop.call_soon(self._deliver, StepOutcome(refused, []))
-        self._wake()
-
-    def _abort(self, core: EngineCore, streams: Sequence[int]) -> None:
-        core.abort(streams)
+    def _call(self, core: EngineCore, command: Command) -> None:
+        if outcome := told_early(core, command(core)):
+            self._loop.call_soon(self._deliver, outcome)
         self._wake()
 
     def _wake(self) -> None:
@@ -237,13 +233,16 @@ class InlineLoop:
             self._next = self._loop.call_soon(self._guard, action)
 
     def _begin(self, core: EngineCore) -> None:
-        duration_ms = core.begin_step()
-        if duration_ms is None:
+        planned = core.plan_step()
+        if core.has_news:
+            self._loop.call_soon(self._deliver, core.flush())
+        if not planned:
             self._due = 0.0
             self._loop.call_soon(self._deliver, core.finish_step())
             self._schedule(_RETRY_S if core.has_work else _HEARTBEAT_S, self._begin)
             self._resting = True
             return
+        duration_ms = core.execute_step()
         delay_s = self._delay_until_due(duration_ms * self._scale) if self._scale else 0.0
         if delay_s > 0:
             self._schedule(delay_s, self._finish)
@@ -261,7 +260,7 @@ class InlineLoop:
         return self._due - now
 
     def _deliver(self, outcome: StepOutcome) -> None:
-        if not self._closed and (outcome.outputs or outcome.events):
+        if not self._closed and outcome:
             self._owner.on_outcome(outcome)
 
     def _guard(self, action: Callable[..., None], *args: object) -> None:
@@ -285,6 +284,18 @@ class InlineLoop:
         core, self._core = self._core, None
         if core is not None:
             _close_core(core)
+
+
+def told_early(core: EngineCore, refused: Sequence[SequenceOutput]) -> StepOutcome:
+    """What commands have brought about."""
+    outcome = core.flush()
+    outcome.outputs.extend(refused)
+    return outcome
+
+
+def _abort(streams: Sequence[int], core: EngineCore) -> Sequence[SequenceOutput]:
+    core.abort(streams)
+    return ()
 
 
 def _resolve(future: "asyncio.Future[object] | None", value: object) -> None:

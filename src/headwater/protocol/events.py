@@ -75,6 +75,10 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):
     """Steps since the last report, the newest last; bounded."""
     frontends: list[FrontendLoad] = []
     """Those with open sequences, if more than one frontend is connected."""
+    num_loading: int = 0
+    """Of the running ones: those whose KV blocks come from elsewhere."""
+    kv_blocks_held: int = 0
+    """Not of running sequences: read or written by others for a moment more."""
     turns: int = 0
     """Reports made by the engine's own loop: a number that stands still tells of a loop that is stuck."""
 

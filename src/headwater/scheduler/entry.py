@@ -55,8 +55,10 @@ class Entry(Sequence):
     """The sequence that computes a prefix this one waits for, ..."""
     shared_blocks: int = 0
     """... and how long that prefix is."""
-    load_until: float | None = None
-    """It waits for blocks from outside, at most until then."""
+    load_s: float | None = None
+    """Its blocks come from outside, if they come within so long of its admission."""
+    load_until: float = 0.0
+    """When that time is up, while it loads."""
     export: Export | None = None
 
     def extend_block_ids(self, num_blocks: int, block_size: int) -> None:
@@ -93,7 +95,7 @@ class Entry(Sequence):
             (uncomputed < 1, "nothing is left to compute"),
             (self.state is State.DECODING and uncomputed != 1, "it decodes with a prompt left to compute"),
             (num_known * block_size > self.num_tokens, "it knows ids of blocks that are not full"),
-            (self.state is State.LOADING and self.load_until is None, "it loads and expects nothing"),
+            (self.state is State.LOADING and self.load_s is None, "it loads and expects nothing"),
         ]
         broken = [message for failed, message in problems if failed]
         if broken:

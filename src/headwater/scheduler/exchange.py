@@ -35,6 +35,10 @@ class Exchange:
     def holds(self) -> Holds:
         return self._roster.holds
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
+
     def take_news(self) -> list[KvNews]:
         """What happened since the last call, in order."""
         news, self._news = self._news, []
@@ -79,21 +83,26 @@ class Exchange:
         """Whoever loaded for this sequence writes no more."""
         self.holds.release(("load", stream))
 
-    def started(self, entry: Entry) -> None:
+    def started(self, entry: Entry, now: float) -> None:
         """Told by the scheduler: a sequence was admitted."""
-        first = len(entry.block_table) and entry.num_computed_tokens // self._block_size
-        if entry.state is State.LOADING:
+        if entry.state is State.LOADING and entry.load_s is not None:
+            entry.load_until = now + entry.load_s
+            first = entry.num_computed_tokens // self._block_size
             self._news.append(LoadStarted(entry.stream, first, tuple(entry.block_table[first:]), entry.num_tokens))
         self.announce(entry)
 
     def leave(self, entry: Entry, reason: LoadEnd) -> None:
         """Told by the scheduler: a sequence is about to leave the state it is in."""
-        if entry.state is State.LOADING:
+        if entry.load_s is not None:
             self._news.append(LoadEnded(entry.stream, reason))
+
+    def refused(self, stream: int) -> None:
+        """A sequence that was to load was not taken."""
+        self._news.append(LoadEnded(stream, "aborted"))
 
     def late(self, now: float) -> list[Entry]:
         """Sequences that have been loading for too long."""
-        return [entry for entry in self._roster.loading if entry.load_until is not None and entry.load_until <= now]
+        return [entry for entry in self._roster.loading if entry.load_until <= now]
 
     def _loading(self, stream: int) -> Entry | None:
         entry = self._roster.by_stream.get(stream)

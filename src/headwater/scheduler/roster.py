@@ -50,7 +50,7 @@ class Roster:
         entry.num_slots = num_blocks * self._block_size
         entry.num_computed_tokens = len(match.blocks) * self._block_size
         entry.leader = None
-        if entry.load_until is None:
+        if entry.load_s is None:
             entry.state = State.PREFILLING
             self.prefilling.add(entry)
         else:
@@ -62,7 +62,7 @@ class Roster:
         """LOADING -> PREFILLING: what is still missing is computed here."""
         self.leaders.stop(entry)
         self.loading.remove(entry)
-        entry.load_until = None
+        entry.load_s = None
         entry.state = State.PREFILLING
         self.prefilling.add(entry)
         self.leaders.lead(entry)
@@ -76,14 +76,14 @@ class Roster:
         """PREFILLING or LOADING -> DECODING."""
         self.leaders.stop(entry)
         (self.loading if entry.state is State.LOADING else self.prefilling).remove(entry)
-        entry.load_until = None
+        entry.load_s = None
         entry.state = State.DECODING
         self.decoding.add(entry)
 
     def preempt(self, entry: Entry) -> None:
         """Running -> WAITING, in its old place; it will not load again."""
         self._leave(entry)
-        entry.load_until = None
+        entry.load_s = None
         entry.num_computed_tokens = 0
         entry.num_preemptions += 1
         entry.state = State.WAITING

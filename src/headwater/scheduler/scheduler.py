@@ -56,6 +56,8 @@ class Scheduler:
         self.exchange = Exchange(self._roster, limits, self._commit_blocks)
         self._num_added = 0
         self._next_deadline = float("inf")
+        self._now = 0.0
+        """When the step was planned."""
         self._plan: StepPlan | None = None
         self._planned: list[Entry] = []
         """The entries of the plan's slices."""
@@ -72,11 +74,12 @@ class Scheduler:
     # ---- events in
 
     def add(
-        self, request: EngineRequest, now: float, *, load_until: float | None = None, export: Export | None = None
+        self, request: EngineRequest, now: float, *, load_s: float | None = None, export: Export | None = None
     ) -> Sequence:
         """Take a request. Raises `RequestError` (it can never be served here), `Overloaded`, `DeadlineExceeded`.
 
-        `load_until`: its blocks come from outside, if they come by then. `export`: they are to be read from outside.
+        `load_s`: its blocks come from outside, if they come within so long of its admission. `export`: they are to be
+        read from outside.
         """
         roster = self._roster
         if request.stream in roster.by_stream:
@@ -88,7 +91,7 @@ class Scheduler:
         token_ids = self._limits.check(request)
         self._num_added += 1
         entry = new_entry(request, token_ids, self._num_added, self._limits)
-        entry.load_until, entry.export = load_until, export
+        entry.load_s, entry.export = load_s, export
         roster.enlist(entry)
         if entry.num_tokens >= entry.max_total_tokens:
             self._outputs.append(entry.output([], "length"))
@@ -201,6 +204,7 @@ class Scheduler:
 
     def _settle(self, now: float) -> None:
         """What the time ends, and room for those that decode."""
+        self._now = now
         if now >= self._next_deadline:
             self._expire(now)
         self._roster.holds.expire(now)
@@ -255,7 +259,7 @@ class Scheduler:
             return True
         if not self._fits(entry, match):
             return False
-        if entry.load_until is not None:
+        if entry.load_s is not None:
             self._start(entry, match)
             return True
         num_remaining = entry.num_tokens - len(match.blocks) * self._block_size
@@ -294,7 +298,7 @@ class Scheduler:
             entry.num_cached_tokens = entry.unreported_cached_tokens = cached
             self._meter.cached_tokens += cached
             self._meter.prompt_tokens += entry.num_prompt_tokens
-        self.exchange.started(entry)
+        self.exchange.started(entry, self._now)
 
     # ---- committing
 
