@@ -2,6 +2,8 @@
 
 import pytest
 
+from headwater.runtime.cluster_keys import encode_cluster_keys, new_cluster, split_key
+from headwater.runtime.curve import Membership
 from headwater.runtime.endpoints import Endpoints, IpcEndpoints, TcpEndpoints
 from headwater.runtime.events.conformance import EventPlaneConformance
 from headwater.runtime.events.inproc_transport import InprocAir, InprocBroadcaster, InprocReceiver
@@ -32,7 +34,7 @@ class Former:
     """Endpoints used before, in order."""
 
     def __init__(self, address: str) -> None:
-        self.left = address.split("#")
+        self.left = [split_key(part)[0] for part in address.split("#")]
 
     def new(self, purpose: str) -> str:
         return self.left.pop(0)
@@ -46,8 +48,11 @@ class TestZmqIpcEventPlane(EventPlaneConformance):
     def endpoints(self) -> Endpoints:
         return IpcEndpoints(self.folder)
 
+    def membership(self) -> Membership | None:
+        return None
+
     def start(self) -> None:
-        self.context = ZmqContext()
+        self.context = ZmqContext(self.membership())
         self.tuners: list[ZmqTuner] = []
 
     async def stop(self) -> None:
@@ -63,6 +68,14 @@ class TestZmqIpcEventPlane(EventPlaneConformance):
     def receiver(self) -> MakeReceiver:
         self.tuners.append(ZmqTuner(self.context, Limits()))
         return self.tuners[-1].receiver
+
+
+class TestZmqCurveEventPlane(TestZmqIpcEventPlane):
+    def membership(self) -> Membership | None:
+        path = self.folder.parent / "cluster.json"
+        path.write_bytes(encode_cluster_keys(new_cluster("here")))
+        path.chmod(0o600)
+        return Membership(path)
 
 
 class TestZmqTcpEventPlane(TestZmqIpcEventPlane):

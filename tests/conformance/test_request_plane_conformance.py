@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from headwater.runtime.cluster_keys import encode_cluster_keys, new_cluster
+from headwater.runtime.curve import Membership
 from headwater.runtime.endpoints import IpcEndpoints, TcpEndpoints
 from headwater.runtime.planes import InprocPlanes, Planes, ZmqPlanes
 from headwater.runtime.requests.conformance import RawPeer, RequestPlaneConformance
@@ -51,6 +53,14 @@ class TestZmqIpcRequestPlane(RequestPlaneConformance):
     def raw_peer(self, planes: Planes, address: str) -> RawPeer:
         assert isinstance(planes, ZmqPlanes)
         return DialerPeer(ZmqDialer(planes._context, address, Limits()))
+
+
+class TestZmqCurveRequestPlane(TestZmqIpcRequestPlane):
+    def make_planes(self, limits: Limits) -> Planes:
+        path = self.folder.parent / "cluster.json"
+        path.write_bytes(encode_cluster_keys(new_cluster("here")))
+        path.chmod(0o600)
+        return ZmqPlanes(TcpEndpoints("127.0.0.1", insecure=False), limits, membership=Membership(path))
 
 
 class TestZmqTcpRequestPlane(TestZmqIpcRequestPlane):

@@ -66,6 +66,14 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     api_key: Annotated[
         tuple[Secret, ...], _doc("Keys in plain, with every right; without keys of either kind none is asked for.")
     ] = ()
+    operator_key: Annotated[
+        Secret | None, _doc("Key for metrics and admin routes alone; `serve` draws one for itself and for `status`.")
+    ] = None
+    tls_cert: Annotated[str | None, _doc("PEM file with the certificate chain: the port then speaks TLS alone.")] = None
+    tls_key: Annotated[str | None, _doc("PEM file with its private key; none: in the same file.")] = None
+    tls_client_ca: Annotated[
+        str | None, _doc("PEM file of authorities: clients must show a certificate of one of them.")
+    ] = None
     tenant_ledger: Annotated[
         str | None, _doc("File that keeps what tenants used; none: beside the file of --keys.")
     ] = None
@@ -126,6 +134,10 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     registry: Annotated[str | None, _doc("`file:///folder`; none: a private folder of this cluster.")] = None
     bind: Annotated[str, _doc("Address the planes listen on: `ipc` or a host address for tcp.")] = "ipc"
+    cluster_key: Annotated[str | None, _doc("File of this process's CURVE keys and the members it lets in.")] = None
+    insecure: Annotated[bool, _doc("Allow addresses that others can reach without keys, on a network you trust.")] = (
+        False
+    )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Least severe level logged.")] = "info"
     log_format: Annotated[Literal["text", "json"], _doc("Lines for people or for machines.")] = "text"
     drain_timeout: Annotated[Seconds, _doc("Time for running streams to finish on SIGTERM.")] = 30.0

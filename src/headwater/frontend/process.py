@@ -40,8 +40,8 @@ from headwater.frontend.routes import Route
 from headwater.frontend.routing import build_router, dispatch_limits, vigil_limits
 from headwater.frontend.tenants.admission import TenantAdmission, usage_of
 from headwater.frontend.tenants.tenancy import Tenancy
-from headwater.runtime.endpoints import is_loopback, parse_bind
-from headwater.runtime.planes import Planes, ZmqPlanes
+from headwater.runtime.endpoints import is_loopback
+from headwater.runtime.planes import Planes, open_planes
 from headwater.runtime.registry.base import Registry
 from headwater.runtime.registry.open import open_registry
 
@@ -194,7 +194,7 @@ async def run_frontend(
     if config.runtime.registry is None:
         raise ConfigError("a frontend on its own needs --registry", hint="for example --registry file:///run/headwater")
     _allow_connections(config.frontend.max_connections)
-    planes = ZmqPlanes(parse_bind(config.runtime.bind))
+    planes = open_planes(config.runtime)
     registry = open_registry(config.runtime.registry)
     try:
         frontend = Frontend(config, planes, registry, cache_folder=default_cache_folder(), on_built=settle_memory)

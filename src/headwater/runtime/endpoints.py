@@ -1,7 +1,7 @@
 """Addresses of the planes: where sockets may live and who may reach them.
 
 `ipc` sockets live in a folder closed to other users. `tcp` sockets are bound to one literal address; off the loopback
-they are refused unless the caller says that the network is trusted.
+they are refused unless there are cluster keys or the caller says that the network is trusted.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from headwater.errors import ConfigError
+from headwater.runtime.cluster_keys import split_key
 
 _MAX_UNIX_PATH = 100
 """Unix socket paths end at 107 bytes; the rest is for the suffix of the name."""
@@ -79,8 +80,8 @@ class TcpEndpoints:
             raise ConfigError(f"bind address {host} names no interface", hint="give the address that others dial")
         if not address.is_loopback and not insecure:
             raise ConfigError(
-                f"bind address {host} can be reached from outside, and the planes are not encrypted",
-                hint="bind to ipc or 127.0.0.1; from Python, insecure=True allows it on a network you trust",
+                f"bind address {host} can be reached from outside, and the planes have no keys",
+                hint="--cluster-key (see `headwater keys cluster create`), or --insecure on a network you trust",
             )
         self._host = f"[{literal}]" if address.version == 6 else literal
 
@@ -110,7 +111,7 @@ def unlink_ipc(address: str) -> None:
     """Remove the file of an `ipc` address; nothing for others."""
     if address.startswith("ipc://"):
         with contextlib.suppress(OSError):
-            os.unlink(address.removeprefix("ipc://"))
+            os.unlink(split_key(address)[0].removeprefix("ipc://"))
 
 
 def _listens(path: Path) -> bool:

@@ -1,9 +1,12 @@
 """Makes the ends of the request and event planes, so that who uses them need not know what carries them."""
 
+from pathlib import Path
 from typing import Protocol
 
 from headwater.clock import RealClock
-from headwater.runtime.endpoints import Endpoints
+from headwater.config.schema import RuntimeConfig
+from headwater.runtime.curve import Membership
+from headwater.runtime.endpoints import Endpoints, parse_bind
 from headwater.runtime.events.base import EventPublisher, EventSubscriber
 from headwater.runtime.events.inproc_transport import InprocAir, InprocBroadcaster, InprocReceiver
 from headwater.runtime.events.publisher import Publisher
@@ -35,10 +38,13 @@ class Planes(Protocol):
 
 
 class ZmqPlanes:
-    """Between processes. `endpoints` says where listeners bind; links go wherever the address says."""
+    """Between processes. `endpoints` says where listeners bind; links go wherever the address says, and with a
+    membership only to members."""
 
-    def __init__(self, endpoints: Endpoints, limits: Limits | None = None) -> None:
-        self._context = ZmqContext()
+    def __init__(
+        self, endpoints: Endpoints, limits: Limits | None = None, *, membership: Membership | None = None
+    ) -> None:
+        self._context = ZmqContext(membership)
         self._clock = RealClock()
         self._endpoints = endpoints
         self._limits = limits or Limits()
@@ -58,6 +64,13 @@ class ZmqPlanes:
 
     async def close(self) -> None:
         await self._context.term()
+
+
+def open_planes(config: RuntimeConfig) -> ZmqPlanes:
+    """As the configuration says. Raises `ConfigError`, also for an address that anybody could reach."""
+    membership = Membership(Path(config.cluster_key).expanduser()) if config.cluster_key else None
+    endpoints = parse_bind(config.bind, insecure=config.insecure or membership is not None)
+    return ZmqPlanes(endpoints, membership=membership)
 
 
 class InprocPlanes:

@@ -14,6 +14,8 @@ import zmq
 import zmq.backend
 
 from headwater.errors import ConfigError
+from headwater.runtime.cluster_keys import split_key
+from headwater.runtime.curve import ZAP_ENDPOINT, Membership, Options
 from headwater.runtime.wire import MAX_MESSAGE_BYTES, Limits
 
 RawSocket = zmq.backend.Socket
@@ -38,9 +40,11 @@ SUB = int(zmq.SUB)
 
 
 class ZmqContext:
-    """The ZeroMQ context of a process; owns its sockets."""
+    """The ZeroMQ context of a process; owns its sockets. With a membership, all of them speak CURVE."""
 
-    def __init__(self) -> None:
+    def __init__(self, membership: Membership | None = None) -> None:
+        self.membership = membership
+        self._door: tuple[RawSocket, Pump] | None = None
         self._context = zmq.backend.Context(1)
         self._context.set(int(zmq.MAX_SOCKETS), _MAX_SOCKETS)
         self._sockets: set[RawSocket] = set()
@@ -59,7 +63,24 @@ class ZmqContext:
         }
         for option, value in options.items():
             socket.set(int(option), value)
+        if self.membership is not None and self._door is None:
+            self._open_door(self.membership)
         return socket
+
+    def _open_door(self, membership: Membership) -> None:
+        """Answer ZeroMQ's questions about whom to let in."""
+        door = RawSocket(self._context, ROUTER)
+        door.bind(ZAP_ENDPOINT)
+
+        def answer() -> None:
+            peer, *parts = receive_parts(door)
+            reply = [peer, b"", *membership.answer(parts[1:])]
+            for number, part in enumerate(reply):
+                door.send(part, NOBLOCK | (SNDMORE if number < len(reply) - 1 else 0))
+            porter.check()
+
+        porter = Pump(door, answer)
+        self._door = (door, porter)
 
     def close(self, socket: RawSocket, *, linger_s: float = 0.0) -> None:
         self._sockets.discard(socket)
@@ -67,6 +88,10 @@ class ZmqContext:
 
     async def term(self) -> None:
         """Close what is open and wait for lingering messages."""
+        if self._door is not None:
+            door, porter = self._door
+            porter.stop()
+            door.close(0)
         for socket in list(self._sockets):
             self.close(socket)
         done = asyncio.get_running_loop().create_future()
@@ -162,7 +187,10 @@ def receive_parts(socket: RawSocket) -> list[bytes]:
 
 def bind(context: ZmqContext, socket: RawSocket, endpoint: str) -> str:
     """Returns the address it led to. A socket that cannot be bound is closed."""
+    membership = context.membership
     try:
+        if membership is not None:
+            _set(socket, membership.listening())
         _allow_ipv6(socket, endpoint)
         socket.bind(endpoint)
     except zmq.ZMQError as error:
@@ -170,16 +198,29 @@ def bind(context: ZmqContext, socket: RawSocket, endpoint: str) -> str:
         raise ConfigError(f"cannot listen on {endpoint}: {error}") from error
     bound = socket.get(int(zmq.LAST_ENDPOINT))
     assert isinstance(bound, bytes)
-    return bound.rstrip(b"\0").decode()
+    bound_endpoint = bound.rstrip(b"\0").decode()
+    return bound_endpoint if membership is None else membership.address(bound_endpoint)
 
 
-def connect(socket: RawSocket, endpoint: str) -> None:
-    """Begin to connect. Raises `ConfigError` for what is no address."""
+def connect(context: ZmqContext, socket: RawSocket, address: str) -> None:
+    """Begin to connect. Raises `ConfigError` for what is no address, or leads to no member of the cluster."""
+    if context.membership is not None:
+        endpoint, options = context.membership.dialling(address)
+        _set(socket, options)
+    else:
+        endpoint, public = split_key(address)
+        if public is not None:
+            raise ConfigError(f"{endpoint!r} is for members of a cluster", hint="--cluster-key names the file of keys")
     try:
         _allow_ipv6(socket, endpoint)
         socket.connect(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(f"{endpoint!r} cannot be dialled: {error}") from error
+
+
+def _set(socket: RawSocket, options: Options) -> None:
+    for option, value in options.items():
+        socket.set(option, value)
 
 
 def _allow_ipv6(socket: RawSocket, endpoint: str) -> None:

@@ -19,8 +19,7 @@ from headwater.config.schema import EngineConfig, ServeConfig
 from headwater.engines.base import Engine, Placement, Progress, ProgressSink
 from headwater.engines.registry import create_engine
 from headwater.errors import ConfigError
-from headwater.runtime.endpoints import parse_bind
-from headwater.runtime.planes import ZmqPlanes
+from headwater.runtime.planes import open_planes
 from headwater.runtime.registry.open import open_registry
 from headwater.worker.shell import ShellConfig, WorkerShell
 
@@ -64,7 +63,7 @@ async def _run(config: ServeConfig, engine: Engine, worker_index: int, progress:
     if config.runtime.registry is None:
         raise ConfigError("a worker on its own needs --registry", hint="for example --registry file:///run/headwater")
     _allow_descriptors()
-    planes = ZmqPlanes(parse_bind(config.runtime.bind))
+    planes = open_planes(config.runtime)
     registry = open_registry(config.runtime.registry)
     shell = WorkerShell(engine, registry, planes, _shell_config(config, worker_index))
     loop = asyncio.get_running_loop()

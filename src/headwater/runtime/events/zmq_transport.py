@@ -11,6 +11,7 @@ from hashlib import blake2b
 import zmq
 
 from headwater.errors import ConfigError
+from headwater.runtime.cluster_keys import split_key
 from headwater.runtime.endpoints import Endpoints, unlink_ipc
 from headwater.runtime.events.transport import OnAsk, OnMessage
 from headwater.runtime.events.wire import MAX_EVENT_MESSAGE_BYTES
@@ -97,13 +98,13 @@ class ZmqTuner:
             self._sub = self.context.socket(SUB, self.limits, MAX_EVENT_MESSAGE_BYTES)
             self._sub.set(int(zmq.SUBSCRIBE), b"")
             self._pump = Pump(self._sub, self._receive)
-        connect(self._sub, endpoint)
+        connect(self.context, self._sub, endpoint)
         self._listeners[_topic(address)] = on_broadcast
 
     def leave(self, address: str, endpoint: str) -> None:
         if self._listeners.pop(_topic(address), None) is not None and self._sub is not None:
             try:
-                self._sub.disconnect(endpoint)
+                self._sub.disconnect(split_key(endpoint)[0])
             except zmq.ZMQError as error:
                 if error.errno != errno.ENOENT:
                     raise
@@ -143,7 +144,7 @@ class ZmqReceiver:
     def ask(self, question: bytes) -> None:
         if self._dealer is None:
             self._dealer = self._tuner.context.socket(DEALER, self._tuner.limits, MAX_EVENT_MESSAGE_BYTES)
-            connect(self._dealer, self._router)
+            connect(self._tuner.context, self._dealer, self._router)
             self._pump = Pump(self._dealer, self._receive)
         assert self._pump is not None
         try:

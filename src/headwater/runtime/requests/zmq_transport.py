@@ -65,7 +65,7 @@ class ZmqDialer:
         self._socket.set(int(zmq.RECONNECT_IVL), NEVER_RECONNECT_MS)
         self._monitor = Monitor(self._context, self._socket, _LOST, self._on_event)
         self._pump = Pump(self._socket, self._receive)
-        connect(self._socket, self.address)
+        connect(self._context, self._socket, self.address)
 
     def transmit(self, message: bytes) -> None:
         try:
