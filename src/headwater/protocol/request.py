@@ -50,6 +50,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """The client gave no seed. An engine to which a seed is costly may then do without."""
 
 
+class RelayedRequest(msgspec.Struct, frozen=True):
+    """What a client sent, for a worker that speaks the client's protocol."""
+
+    path: str
+    body: bytes
+
+
 class EngineRequest(msgspec.Struct, omit_defaults=True):
     """One sequence to generate.
 
@@ -78,6 +85,8 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     adapter: str | None = None
     expected_cached_tokens: int = 0
     """Of the prompt, as whoever chose the worker expects."""
+    relay: RelayedRequest | None = None
+    """For relayed models: the request itself; `prompt` is then its text, to weigh it and to find its like."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -120,3 +129,5 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     """As many as `token_ids`."""
     error: ErrorInfo | None = None
+    relayed: bytes = b""
+    """Of a relayed answer: the next piece of its body; `token_ids` then only counts its events."""
