@@ -87,7 +87,7 @@ def test_packages_that_stand_alone(package: str, more: list[str]) -> None:
 
 
 def test_the_kv_store_stands_alone_and_its_core_does_no_io() -> None:
-    import_all(["headwater.kv"], [*HEAVY, *ENGINES, "httptools", "headwater.frontend", "headwater.config", "zmq"])
+    import_all(["headwater.kv"], [*HEAVY, *ENGINES, "httptools", "headwater.frontend", "zmq"])
     core = [f"headwater.kv.{name}" for name in ("index", "lifecycle", "policies", "admission", "pool", "resident")]
     import_all(core, [*HEAVY, *SERVER, *ENGINES, "asyncio", "zmq"])
 

@@ -50,11 +50,10 @@ class TierOptions:
 
 
 def make_ledger(
-    tier: Tier, options: TierOptions, table: BlockTable, data_bytes: int, worth: Worth = equal_worth
+    tier: Tier, options: TierOptions, table: BlockTable, space: Space, worth: Worth = equal_worth
 ) -> Ledger:
     shares = Shares(options.shares)
     policy = make_policy(options.policy, table.capacity, shares.num_groups, worth)
-    space = Space(data_bytes, chunk_bytes_for(data_bytes))
     return Ledger(tier, table, space, policy, shares, options.rules)
 
 
@@ -83,9 +82,9 @@ class HostTier:
         """Raises `ConfigError` if the memory is not there."""
         self.options = options
         self.pool = SharedPool.create(options.cap_bytes, options.num_records)
-        self.ledger = make_ledger(
-            "host", options, BlockTable(self.pool.records, self.pool.index), options.cap_bytes, worth
-        )
+        table = BlockTable(self.pool.records, self.pool.index)
+        space = Space(options.cap_bytes, chunk_bytes_for(options.cap_bytes))
+        self.ledger = make_ledger("host", options, table, space, worth)
         self._clock = clock
         self._closed = False
 
