@@ -14,6 +14,7 @@ from headwater.weights import ResolvedModel, resolve
 
 if TYPE_CHECKING:
     from model_fixtures import TinyModel
+    from object_servers import ObjectServer
 
 
 # How long an example takes is the machine's affair.
@@ -27,6 +28,22 @@ def _signals_of_a_terminal() -> None:
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ObjectServer]":
+    from object_servers import seaweedfs
+
+    with seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azure_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ObjectServer]":
+    from object_servers import azurite
+
+    with azurite(tmp_path_factory.mktemp("azurite")) as server:
+        yield server
 
 
 @pytest.fixture

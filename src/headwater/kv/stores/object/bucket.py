@@ -88,6 +88,10 @@ class Bucket:
         self._connections = asyncio.Semaphore(connections)
         self._timeout_s = timeout_s
 
+    def close(self) -> None:
+        """Idle connections end with the client."""
+        self._store = None
+
     async def exists(self, key: str) -> bool:
         self.counts.heads += 1
         found = await self._ask(lambda: obstore.head_async(self._store, key))

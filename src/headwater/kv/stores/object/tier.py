@@ -79,7 +79,7 @@ class ObjectTier:
     async def remove(self, ids: bytes) -> int:
         self._check_open()
         removed = sum(map(self._catalogue.remove, split_block_ids(ids)))
-        await self._writer.delete(list(self._catalogue.doomed))
+        await self._writer.delete_doomed()
         return removed
 
     async def clear(self, *, tenant: str | None = None, model: str | None = None) -> int:
@@ -101,6 +101,7 @@ class ObjectTier:
                 for _ in range(_MAX_CALLS):  # each call in flight holds one, and those in line find it closed
                     await self._calls.acquire()
         await self._upkeep.close()
+        self._bucket.close()
 
     @asynccontextmanager
     async def _in_flight(self) -> AsyncIterator[None]:

@@ -118,7 +118,7 @@ class Upkeep:
             for name, owned in self._catalogue.ledger.written_before(self._clock.epoch() - ttl_s):
                 self._catalogue.count.evicted += self._catalogue.forget(name)
                 self._catalogue.doomed[name] = Doomed(name, f"{owned.folder}{name.hex()}")
-        await self._writer.delete(list(self._catalogue.doomed))
+        await self._writer.delete_doomed()
 
     async def sweep(self) -> int:
         """Delete what anybody wrote too long ago; how many objects."""

@@ -14,7 +14,7 @@ from headwater.errors import TierUnavailable
 from headwater.kv.block import Block, Family
 from headwater.kv.stores.base import Kept
 from headwater.kv.stores.object.bucket import Bucket, Uncertain
-from headwater.kv.stores.object.catalogue import Catalogue
+from headwater.kv.stores.object.catalogue import Catalogue, Doomed
 from headwater.kv.stores.object.gathering import Loose, WholeRun
 from headwater.kv.stores.object.known import KnownRun
 from headwater.kv.stores.object.reading import Reader
@@ -35,6 +35,8 @@ class Writer:
         self._clock = clock
         self._flying: dict[bytes, asyncio.Future[None]] = {}
         self._told_families: set[bytes] = set()
+        self._telling = asyncio.Lock()
+        self._deleting = asyncio.Lock()
 
     async def put(self, family: Family, blocks: Sequence[Block], payloads: Sequence[memoryview]) -> list[Kept]:
         await self._landed(blocks)
@@ -60,28 +62,34 @@ class Writer:
     async def make_room(self, num_bytes: int, spared: set[bytes]) -> bool:
         """Delete objects of ours until that many bytes fit; False if they cannot."""
         catalogue = self._catalogue
+        if catalogue.fits(num_bytes):
+            return True
         if num_bytes > catalogue.options.cap_bytes:
             return False
-        for _ in range(_MAX_ATTEMPTS):
-            missing = catalogue.used_bytes + num_bytes - catalogue.options.cap_bytes
-            if missing <= 0:
-                return True
-            slack = min(catalogue.options.cap_bytes // 50, 8 * num_bytes)
-            victims = catalogue.victims(missing + slack, spared)
-            if not victims and not self._drop_gathered(missing, spared):
-                return False
-            await self.delete([victim.name for victim in victims])
+        async with self._deleting:
+            for _ in range(_MAX_ATTEMPTS):
+                missing = catalogue.used_bytes + num_bytes - catalogue.options.cap_bytes
+                if missing <= 0:
+                    return True
+                slack = min(catalogue.options.cap_bytes // 50, 8 * num_bytes)
+                victims = catalogue.victims(missing + slack, spared)
+                if not victims and not self._drop_gathered(missing, spared):
+                    return False
+                await self._delete(victims)
         return False
 
-    async def delete(self, names: Sequence[bytes]) -> None:
-        """Objects that are doomed. Raises `TierUnavailable`; what is left is tried again by upkeep."""
-        doomed = self._catalogue.doomed
-        for start in range(0, len(names), _MAX_DELETED_AT_ONCE):
-            part = [doomed[name] for name in names[start : start + _MAX_DELETED_AT_ONCE] if name in doomed]
-            if part:
-                await self._bucket.delete([one.key for one in part])
-                for one in part:
-                    self._catalogue.gone(one.name)
+    async def delete_doomed(self) -> None:
+        """Raises `TierUnavailable`; what is left is tried again by upkeep."""
+        if self._catalogue.doomed:
+            async with self._deleting:
+                await self._delete(list(self._catalogue.doomed.values()))
+
+    async def _delete(self, doomed: Sequence[Doomed]) -> None:
+        for start in range(0, len(doomed), _MAX_DELETED_AT_ONCE):
+            part = doomed[start : start + _MAX_DELETED_AT_ONCE]
+            await self._bucket.delete([one.key for one in part])
+            for one in part:
+                self._catalogue.gone(one.name)
 
     # One put
 
@@ -188,7 +196,7 @@ class Writer:
             return Kept.FAILED
         await self._tell_family(shape)
         if name in catalogue.doomed:
-            await self.delete([name])
+            await self.delete_doomed()
         try:
             created = await self._bucket.create(shape.key(name), [encode_header(shape, blocks), *payloads])
         except (Uncertain, asyncio.CancelledError):
@@ -221,10 +229,11 @@ class Writer:
 
     async def _tell_family(self, shape: RunShape) -> None:
         """So that others can clear by tenant or model what they never wrote."""
-        if shape.family not in self._told_families:
-            family = self._catalogue.families[shape.family]
-            await self._bucket.create(f"{FAMILIES}{shape.family.hex()}", [msgspec.msgpack.encode(family)])
-            self._told_families.add(shape.family)
+        async with self._telling:
+            if shape.family not in self._told_families:
+                family = self._catalogue.families[shape.family]
+                await self._bucket.create(f"{FAMILIES}{shape.family.hex()}", [msgspec.msgpack.encode(family)])
+                self._told_families.add(shape.family)
 
     def _count(self, kept: list[Kept]) -> None:
         count = self._catalogue.count
