@@ -1,0 +1,388 @@
+"""Adaptive roles against every fixed role vector of the same workers, simulated on step times fitted to silicon.
+
+    python bench/disagg_study.py                       # the table: two models, six shapes, three objectives, loads
+    python bench/disagg_study.py --shape 3000/150 --load 0.85 --verbose
+    python bench/disagg_study.py --prefill-error 0.1 --decode-error -0.1    # the planner's time model is wrong
+    python bench/disagg_study.py --flip                # the mix flips every minute
+    python bench/disagg_study.py --issue-3774          # two TP4 workers against one TP8, closed loop
+    python bench/disagg_study.py --fit                 # fit the step times anew (needs headwater[silicon])
+
+Traffic is Poisson, prompts +-25 %, answers +-50 %. Load 1.0 is the largest rate of completions of any role vector with
+1,500 requests at once. Every cell is judged on the same samples for all, after a minute; the planner sees only what a
+frontend sees, begins with all workers aggregated and does not know lengths of answers that have not ended. The best
+fixed vector is chosen in hindsight, by its mean over the samples.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf, isnan
+from pathlib import Path
+from random import Random
+from statistics import fmean
+
+from headwater.perf.curve import StepCurve
+from headwater.perf.model import StepShape
+from headwater.planner.decide import Planner, PlannerSettings
+from headwater.planner.objective import Objective
+from headwater.planner.plan import RolePlan, candidates
+from headwater.planner.pool import WorkerModel
+from headwater.planner.traffic import Served
+from headwater.planner.whatif import FastCluster, Job
+
+CURVES = Path(__file__).with_name("disagg_curves.json")
+KV_TOKENS = {
+    "llama-3.1-70b-fp8": {1: 310_000, 2: 1_060_000, 4: 2_500_000, 8: 5_500_000},
+    "gpt-oss-120b": {1: 800_000, 2: 2_400_000, 4: 5_500_000, 8: 12_000_000},
+}
+KV_BYTES = {"llama-3.1-70b-fp8": 163_840, "gpt-oss-120b": 73_728}
+LAYOUTS = {
+    "llama-3.1-70b-fp8": [(1, 1, 1, 1, 2, 2), (2, 2, 2, 2)],
+    "gpt-oss-120b": [(1, 1, 1, 1, 4), (2, 2, 2, 2)],
+}
+SHAPES = {
+    "1000/1000": [(1.0, 1000, 1000)],
+    "3000/150": [(1.0, 3000, 150)],
+    "4000/500": [(1.0, 4000, 500)],
+    "8000/500": [(1.0, 8000, 500)],
+    "32000/500": [(1.0, 32000, 500)],
+    "mixed": [(0.25, 1000, 1000), (0.25, 3000, 150), (0.2, 4000, 500), (0.2, 8000, 500), (0.1, 32000, 500)],
+}
+FLIP = [([(1.0, 8000, 100)], 4.5), ([(1.0, 500, 1500)], 8.0)]
+"""Shapes and rates of a cluster with the capacity of Llama on four TP2 workers, a minute each."""
+LINK_BYTES_PER_MS = 300e6
+MEANINGFUL = 0.3
+"""Cells in which the best fixed vector attains less say nothing about a goodput ratio."""
+WARM_MS = 60_000.0
+JUDGED_REQUESTS = 300
+JUDGED_MS = 90_000.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    model: str
+    layout: tuple[int, ...]
+    shape: str
+    objective: str
+    load: float
+
+    @property
+    def name(self) -> str:
+        tps = "+".join(f"{self.layout.count(tp)}xTP{tp}" for tp in sorted(set(self.layout)))
+        return f"{self.model:18} {tps:12} {self.shape:10} {self.objective:5} {self.load:4.2f}"
+
+
+@dataclass
+class Result:
+    cell: Cell
+    best: RolePlan
+    best_goodput: float
+    best_attained: float
+    aggregated: float
+    worst: float
+    adaptive: float
+    attained: float
+    changes: float
+    unfinished: int
+    plan: str
+
+    @property
+    def ratio(self) -> float:
+        return self.adaptive / self.best_goodput if self.best_goodput else 1.0
+
+
+def curves() -> dict[str, StepCurve]:
+    stored = json.loads(CURVES.read_text())
+    return {name: StepCurve(**{**one, "knots": tuple(map(tuple, one["knots"]))}) for name, one in stored.items()}
+
+
+def fit_curves() -> None:
+    from headwater.perf.aiconfigurator import SiliconSteps
+
+    fitted = {
+        f"{model}/{tp}": asdict(StepCurve.fit(SiliconSteps.named("h200-sxm", model, tp)))
+        for model in KV_TOKENS
+        for tp in (1, 2, 4, 8)
+    }
+    CURVES.write_text(json.dumps(fitted, indent=1) + "\n")
+
+
+def pool_of(known: dict[str, StepCurve], model: str, layout: Sequence[int], chunk: int) -> list[WorkerModel]:
+    made = {
+        tp: WorkerModel(
+            known[f"{model}/{tp}"], KV_TOKENS[model][tp], chunk, 256, LINK_BYTES_PER_MS, KV_BYTES[model], f"TP{tp}"
+        )
+        for tp in set(layout)
+    }
+    return [made[tp] for tp in layout]
+
+
+def draw(random: Random, shape: list[tuple[float, int, int]]) -> tuple[int, int]:
+    _, prompt, output = random.choices(shape, [share for share, _, _ in shape])[0]
+    return int(prompt * random.uniform(0.75, 1.25)), max(2, int(output * random.uniform(0.5, 1.5)))
+
+
+def arrivals(
+    shape: list[tuple[float, int, int]], rate: float, until_ms: float, seed: str, start: float = 0.0
+) -> list[Job]:
+    random = Random(seed)
+    at_ms, jobs = start, []
+    while True:
+        at_ms += random.expovariate(rate) * 1000
+        if at_ms > until_ms:
+            return jobs
+        jobs.append(Job(at_ms, *draw(random, shape)))
+
+
+def capacity(pool: list[WorkerModel], shape: list[tuple[float, int, int]]) -> float:
+    """Requests a second that the best role vector completes, of a minute's worth and more that come all at once."""
+    random = Random("capacity")
+    longest = max(prompt for _, prompt, _ in shape)
+    jobs = [Job(0.0, *draw(random, shape)) for _ in range(1500 if longest < 20_000 else 400)]
+    expected = fmean([job.output_tokens for job in jobs])
+    plans = candidates([model.name for model in pool])
+    return max(len(jobs) / FastCluster(pool, plan, expected).run(jobs).ended_ms * 1000 for plan in plans)
+
+
+def objective_of(cell: Cell, known: dict[str, StepCurve]) -> Objective:
+    prompt = 16_000 if cell.shape == "mixed" else SHAPES[cell.shape][0][1]
+    curve = known[f"{cell.model}/2"]
+    alone = 0.0
+    for start in range(0, prompt, 8192):
+        tokens = min(8192, prompt - start)
+        alone += curve.step_ms(StepShape(tokens, tokens * (start + (tokens + 1) / 2)))
+    tight, loose, middle = (10, 40, 15) if cell.model.startswith("gpt-oss") else (25, 80, 35)
+    match cell.objective:
+        case "tpot":
+            return Objective(10 * alone + 500, tight)
+        case "ttft":
+            return Objective(2.5 * alone + 100, loose)
+        case _:
+            return Objective(4 * alone + 150, middle)
+
+
+def judged(jobs: Sequence[Job], outcomes: object, objective: Objective, warm_ms: float) -> tuple[float, float]:
+    """(requests per s within the objectives, share of them)."""
+    ttft, tpot = outcomes.ttft_ms, outcomes.tpot_ms  # type: ignore[attr-defined]
+    numbers = [number for number, job in enumerate(jobs) if job.at_ms >= warm_ms]
+    met = sum(objective.met(ttft[number], tpot[number]) for number in numbers)
+    seconds = (jobs[-1].at_ms - warm_ms) / 1000
+    return met / seconds, met / len(numbers)
+
+
+def run_fixed(pool: list[WorkerModel], plan: RolePlan, jobs: Sequence[Job]) -> FastCluster:
+    cluster = FastCluster(pool, plan, fmean([job.output_tokens for job in jobs]))
+    cluster.run(jobs, jobs[-1].at_ms * 3)
+    return cluster
+
+
+class Watched:
+    """A simulated cluster whose planner sees what a frontend sees."""
+
+    def __init__(self, pool: list[WorkerModel], believed: list[WorkerModel], settings: PlannerSettings) -> None:
+        self.planner = Planner(len(pool), settings)
+        self.cluster = FastCluster(pool, self.planner.plan, 128.0)
+        self.believed = believed
+        self.open: dict[int, tuple[Served, Job]] = {}
+        self.changes = 0
+        self.log: list[str] = []
+
+    def run(self, jobs: Sequence[Job]) -> FastCluster:
+        tick, interval = self.planner.settings.interval_ms, self.planner.settings.interval_ms
+        for number, job in enumerate(jobs):
+            while tick <= job.at_ms:
+                self.cluster.advance(tick)
+                self._decide(tick)
+                tick += interval
+            self.cluster.advance(job.at_ms)
+            self.cluster.submit(job)
+            self.open[number] = (self.planner.traffic.arrived(job.at_ms, job.prompt_tokens), job)
+        self.cluster.advance(jobs[-1].at_ms * 3)
+        return self.cluster
+
+    def _decide(self, now: float) -> None:
+        outcomes = self.cluster.outcomes
+        for number in [number for number in self.open if not isnan(outcomes.e2e_ms[number])]:
+            served, job = self.open.pop(number)
+            served.ttft_ms, served.tpot_ms = outcomes.ttft_ms[number], outcomes.tpot_ms[number]
+            self.planner.traffic.ended(served, job.output_tokens)
+        decision = self.planner.decide(now, self.believed)
+        self.cluster.set_expected_output(self.planner.traffic.expected_output())
+        if decision.changed:
+            self.cluster.set_plan(decision.plan)
+            self.changes += 1
+        if decision.scores:
+            names = [model.name for model in self.believed]
+            score = decision.scores[decision.plan]
+            self.log.append(
+                f"  {now / 1000:5.0f} s {decision.plan.describe(names)}: {decision.reason}; "
+                f"promises {score.attained:.2f} {score.e2e_ms:.0f} ms; x{decision.correction.prefill:.2f} x{decision.correction.decode:.2f}"
+            )
+
+
+def study(cell: Cell, known: dict[str, StepCurve], args: argparse.Namespace, cache: dict[object, object]) -> Result:
+    pool = pool_of(known, cell.model, cell.layout, args.chunk)
+    shape = SHAPES[cell.shape]
+    key = (cell.model, cell.layout, cell.shape)
+    if key not in cache:
+        cache[key] = capacity(pool, shape)
+    rate = cell.load * float(cache[key])  # type: ignore[arg-type]
+    objective = objective_of(cell, known)
+    until = WARM_MS + max(JUDGED_MS, JUDGED_REQUESTS / rate * 1000)
+    believed = [
+        replace(model, curve=model.curve.scaled(prefill=1 + args.prefill_error, decode=1 + args.decode_error))
+        for model in pool
+    ]
+    believed = [believed[cell.layout.index(tp)] for tp in cell.layout]
+    fixed: dict[RolePlan, list[float]] = {}
+    adaptive, attained, changes, unfinished, plan = [], [], 0, 0, ""
+    for sample in range(args.samples):
+        jobs = arrivals(shape, rate, until, f"{key}/{sample + args.seed}")
+        for candidate in candidates([model.name for model in pool]):
+            run_key = (key, cell.load, sample, candidate)
+            if run_key not in cache:
+                cache[run_key] = run_fixed(pool, candidate, jobs).outcomes
+            fixed.setdefault(candidate, []).append(judged(jobs, cache[run_key], objective, WARM_MS)[0])
+        watched = Watched(pool, believed, PlannerSettings(objective=objective))
+        cluster = watched.run(jobs)
+        goodput, share = judged(jobs, cluster.outcomes, objective, WARM_MS)
+        adaptive.append(goodput)
+        attained.append(share)
+        changes += watched.changes
+        unfinished += cluster.num_open if cell.load < 1 else 0
+        plan = watched.planner.plan.describe([model.name for model in pool])
+        if args.verbose:
+            print(f" sample {sample}: {goodput:.2f}/s of {rate:.2f}/s, best {max(v[-1] for v in fixed.values()):.2f}")
+            print("\n".join(watched.log))
+    means = {candidate: fmean(values) for candidate, values in fixed.items()}
+    best = max(means, key=lambda candidate: means[candidate])
+    flat = next(value for candidate, value in means.items() if candidate.aggregated)
+    return Result(
+        cell,
+        best,
+        means[best],
+        means[best] / rate,
+        flat,
+        min(means.values()),
+        fmean(adaptive),
+        fmean(attained),
+        changes / args.samples,
+        unfinished,
+        plan,
+    )
+
+
+def cells(args: argparse.Namespace) -> Iterator[Cell]:
+    for model in args.model or LAYOUTS:
+        for layout in LAYOUTS[model][: args.layouts]:
+            for shape in args.shape or SHAPES:
+                for load in args.load or [0.7, 0.85, 1.0]:
+                    for objective in args.objective or ["tpot", "ttft", "both"]:
+                        yield Cell(model, layout, shape, objective, load)
+
+
+def table(args: argparse.Namespace) -> None:
+    known = curves()
+    cache: dict[object, object] = {}
+    results: list[Result] = []
+    started = time.process_time()
+    print(f"{'cell':57}{'best fixed':>34}{'goodput':>9}{'agg':>6}{'worst':>6}{'ours':>7}{'met':>6}{'moves':>6}")
+    last = None
+    for cell in cells(args):
+        if (cell.model, cell.layout, cell.shape, cell.load) != last:
+            cache = {key: value for key, value in cache.items() if isinstance(value, float)}
+            last = (cell.model, cell.layout, cell.shape, cell.load)
+        result = study(cell, known, args, cache)
+        results.append(result)
+        names = [f"TP{tp}" for tp in cell.layout]
+        best = result.best_goodput or inf
+        print(
+            f"{cell.name:57}{short(result.best, names):>34}{result.best_goodput:9.2f}{result.aggregated / best:6.2f}"
+            f"{result.worst / best:6.2f}{result.ratio:7.3f}{result.attained:6.0%}{result.changes:6.1f}"
+            f"{f'  unfinished {result.unfinished}' if result.unfinished else ''}  {result.plan}",
+            flush=True,
+        )
+    summarise(results)
+    print(f"{time.process_time() - started:.0f} s of CPU")
+
+
+def short(plan: RolePlan, names: Sequence[str]) -> str:
+    return plan.describe(names).replace("prefill", "P").replace("decode", "D").replace("aggregated", "agg")
+
+
+def summarise(results: Sequence[Result]) -> None:
+    for name, chosen in (
+        ("at <= 0.85 of capacity", [r for r in results if r.cell.load < 1]),
+        ("at capacity", [r for r in results if r.cell.load >= 1]),
+    ):
+        ratios = sorted(result.ratio for result in chosen if result.best_attained > MEANINGFUL)
+        if ratios:
+            print(
+                f"{name}: {len(ratios)} cells, mean {fmean(ratios):.3f}, least {ratios[0]:.3f}, "
+                f"5th percentile {ratios[len(ratios) // 20]:.3f}, < 0.95: {sum(r < 0.95 for r in ratios)}, "
+                f"< 0.99: {sum(r < 0.99 for r in ratios)}; unfinished {sum(r.unfinished for r in chosen)}"
+            )
+
+
+def flip(args: argparse.Namespace) -> None:
+    """One minute each, for six minutes, the first two of which are not judged."""
+    known = curves()
+    model = "llama-3.1-70b-fp8"
+    for layout in ((2, 2, 2, 2), (1, 1, 2, 2, 2)):
+        pool = pool_of(known, model, layout, args.chunk)
+        for objective_name in ("tpot", "both"):
+            objective = {"tpot": Objective(6000, 25), "both": Objective(2500, 35)}[objective_name]
+            fixed: dict[RolePlan, list[float]] = {}
+            ours, changes = [], 0
+            for sample in range(args.samples):
+                jobs: list[Job] = []
+                for minute in range(8):
+                    shape, rate = FLIP[minute % 2]
+                    start = minute * 60_000.0
+                    jobs += arrivals(shape, rate * args.flip_load, start + 60_000, f"{sample}/{minute}", start)
+                for candidate in candidates([one.name for one in pool]):
+                    outcomes = run_fixed(pool, candidate, jobs).outcomes
+                    fixed.setdefault(candidate, []).append(judged(jobs, outcomes, objective, 120_000)[0])
+                watched = Watched(pool, pool, PlannerSettings(objective=objective))
+                ours.append(judged(jobs, watched.run(jobs).outcomes, objective, 120_000)[0])
+                changes += watched.changes
+                if args.verbose:
+                    print("\n".join(watched.log))
+            means = {candidate: fmean(values) for candidate, values in fixed.items()}
+            best = max(means, key=lambda candidate: means[candidate])
+            names = [one.name for one in pool]
+            print(
+                f"flip {layout} {objective_name:5} best fixed {short(best, names)} {means[best]:.2f}/s, "
+                f"ours {fmean(ours):.2f}/s = {fmean(ours) / means[best]:.3f}, {changes / args.samples:.1f} moves"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=list(LAYOUTS))
+    parser.add_argument("--layouts", type=int, default=2, help="of each model, the first N")
+    parser.add_argument("--shape", action="append", choices=list(SHAPES))
+    parser.add_argument("--objective", action="append", choices=["tpot", "ttft", "both"])
+    parser.add_argument("--load", action="append", type=float)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--prefill-error", type=float, default=0.0)
+    parser.add_argument("--decode-error", type=float, default=0.0)
+    parser.add_argument("--flip", action="store_true")
+    parser.add_argument("--flip-load", type=float, default=1.0)
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--verbose", action="store_true")
+    args = parser.parse_args()
+    if args.fit:
+        fit_curves()
+    elif args.flip:
+        flip(args)
+    else:
+        table(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""The role plan, re-chosen every few seconds. Observations in, decisions out; time is passed in.
+
+    arrived, ended  ->  decide(now, pool)  ->  Decision: the plan, what each candidate would give, why
+
+1. The believed step times are corrected by what was measured (`headwater.planner.feedback`).
+2. When traffic or the correction has changed, or a promise was broken, every plan is tried by fast simulation on
+   samples of the recent traffic, over at least twice the life of a request.
+3. The plan in force stays unless another gains more than the hysteresis, and does not lose on the mixture of the last
+   minutes (unless the plan in force fails now).
+4. A plan is left by single requests (loose) only if that promises more than 2 %.
+
+Too little traffic, or times that no correction explains: the plan in force stays, which at first is all-aggregated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf, isnan
+from statistics import fmean
+
+from headwater.planner.evaluate import Sample, best_of, evaluate_all, screen
+from headwater.planner.feedback import Correction, Held, corrected
+from headwater.planner.objective import Objective, Score
+from headwater.planner.plan import RolePlan, aggregated, candidates, loosened
+from headwater.planner.pool import WorkerModel
+from headwater.planner.traffic import Served, Summary, Traffic, resample, summary
+
+_MAX_HELD = 64
+_SEEDS = (1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerSettings:
+    """When to decide and how sure to be."""
+
+    objective: Objective = field(default_factory=Objective)
+    interval_ms: float = 5_000.0
+    window_ms: float = 20_000.0
+    """Of recent traffic."""
+    mixture_ms: float = 180_000.0
+    """The last minutes."""
+    min_requests: int = 24
+    """In a window; fewer say nothing."""
+    min_horizon_ms: float = 30_000.0
+    max_horizon_ms: float = 400_000.0
+    lives: float = 2.5
+    """Of a request, that a sample lasts at least."""
+    max_jobs: int = 1500
+    """Of a sample."""
+    min_jobs: int = 240
+    hysteresis: float = 0.03
+    """Gain in attainment, or in end-to-end time where no objective is missed, worth a change of roles."""
+    time_hysteresis: float = 0.08
+    tie: float = 0.005
+    loose_gain: float = 0.02
+    mixture_loss: float = 0.02
+    failing: float = 0.5
+    """The plan in force fails when it attains less than this part of the best."""
+    changed: float = 0.15
+    """Traffic that differs by more is other traffic."""
+    refresh_ms: float = 60_000.0
+    """Look again after this time, whatever was seen."""
+    max_error: float = 0.6
+    """Of the replay: beyond it nothing is believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is to hold and why."""
+
+    plan: RolePlan
+    changed: bool
+    reason: str
+    scores: dict[RolePlan, Score] = field(default_factory=dict[RolePlan, Score])
+    correction: Correction = field(default_factory=Correction)
+    summary: Summary | None = None
+
+
+class Planner:
+    """Keeps the plan of one pool of workers."""
+
+    def __init__(self, num_workers: int, settings: PlannerSettings | None = None) -> None:
+        self.settings = settings or PlannerSettings()
+        self.traffic = Traffic(keep_ms=self.settings.mixture_ms)
+        self.plan = aggregated(num_workers)
+        self.correction = Correction()
+        self._held: list[Held] = [Held(-inf, self.plan)]
+        self._evaluated: Summary | None = None
+        self._evaluated_ms = -inf
+        self._evaluated_with = Correction()
+        self._promised: Score | None = None
+
+    def adopt(self, plan: RolePlan, now_ms: float) -> None:
+        """A plan holds from now on, whoever chose it: workers came or went, or somebody set roles."""
+        self.plan = plan
+        self._held = [*self._held[-_MAX_HELD:], Held(now_ms, plan)]
+        self._promised = None
+
+    def decide(self, now_ms: float, pool: Sequence[WorkerModel]) -> Decision:
+        """What is to hold from now on."""
+        settings = self.settings
+        recent = self._recent(now_ms)
+        if len(recent) < settings.min_requests:
+            return self._stay(f"{len(recent)} requests lately: too few to say anything")
+        self._correct(now_ms, pool)
+        if self.correction.error > settings.max_error:
+            return self._stay(f"times are {self.correction.error:.0%} off what was measured: nothing is believed")
+        jobs = self.traffic.jobs(recent, 0)
+        seen = summary(jobs, (now_ms - recent[0].at_ms) / 1000)
+        if not self._due(now_ms, seen, recent):
+            return self._stay("nothing has changed", seen)
+        decision = self._choose(now_ms, self.correction.applied(pool), seen, recent)
+        self._evaluated, self._evaluated_ms, self._evaluated_with = seen, now_ms, self.correction
+        self._promised = decision.scores.get(decision.plan)
+        if decision.changed:
+            promised = self._promised
+            self.adopt(decision.plan, now_ms)
+            self._promised = promised
+        return decision
+
+    def _stay(self, reason: str, seen: Summary | None = None) -> Decision:
+        return Decision(self.plan, False, reason, correction=self.correction, summary=seen)
+
+    def _recent(self, now_ms: float) -> list[Served]:
+        """The window, or longer while that has too few requests."""
+        settings = self.settings
+        window_ms = settings.window_ms
+        recent = self.traffic.since(now_ms - window_ms)
+        while len(recent) < settings.min_jobs and window_ms < settings.mixture_ms:
+            window_ms = min(settings.mixture_ms, 2 * window_ms)
+            longer = self.traffic.since(now_ms - window_ms)
+            if len(recent) >= settings.min_requests and _differ(recent, longer, settings.changed):
+                break
+            recent = longer
+        return recent
+
+    # -- feedback
+
+    def _correct(self, now_ms: float, pool: Sequence[WorkerModel]) -> None:
+        seen = self.traffic.since(now_ms - self._replayed_ms())
+        if len(seen) < self.settings.min_requests:
+            return
+        jobs = self.traffic.jobs(seen, 0)
+        expected = self.traffic.expected_output()
+        self.correction = corrected(self.correction, pool, self._held, seen, jobs, expected)
+
+    def _replayed_ms(self) -> float:
+        life_ms = self._promised.e2e_ms if self._promised is not None else 0.0
+        return min(self.settings.mixture_ms, max(60_000.0, 3 * life_ms))
+
+    def _due(self, now_ms: float, seen: Summary, recent: Sequence[Served]) -> bool:
+        settings, before = self.settings, self._evaluated
+        if (
+            before is None
+            or now_ms - self._evaluated_ms >= settings.refresh_ms
+            or seen.differs(before, settings.changed)
+        ):
+            return True
+        with_, now = self._evaluated_with, self.correction
+        if max(abs(now.prefill / with_.prefill - 1), abs(now.decode / with_.decode - 1)) > settings.changed / 2:
+            return True
+        return self._broken(recent)
+
+    def _broken(self, recent: Sequence[Served]) -> bool:
+        """Whether fewer requests meet their objectives than the plan was chosen for."""
+        objective, promised = self.settings.objective, self._promised
+        ended = [served for served in recent if not isnan(served.tpot_ms)]
+        if promised is None or not objective.given or len(ended) < self.settings.min_requests:
+            return False
+        met = sum([objective.met(served.ttft_ms, served.tpot_ms) for served in ended]) / len(ended)
+        return met < promised.attained - 2 * self.settings.hysteresis
+
+    # -- choice
+
+    def _choose(self, now_ms: float, pool: Sequence[WorkerModel], seen: Summary, recent: Sequence[Served]) -> Decision:
+        settings = self.settings
+        plans = list(candidates([model.name for model in pool]))
+        samples = self._samples(recent, seen.requests_per_s, pool)
+        likely = screen(pool, plans, samples[0], settings.objective, (self.plan, plans[0]))
+        scores = evaluate_all(pool, likely, samples, settings.objective)
+        best = best_of(scores, settings.objective, settings.tie)
+        best = self._loose(pool, best, scores, recent, seen)
+        current, other = scores[self.plan], scores[best]
+        if best == self.plan or not self._gains(current, other):
+            return self._decision(self.plan, "no other plan gains enough", scores, seen)
+        if current.secured > settings.failing * other.secured and self._loses_on_mixture(now_ms, pool, best):
+            return self._decision(self.plan, "the best plan for now loses on the last minutes", scores, seen)
+        return self._decision(best, _gain(current, other, settings.objective), scores, seen)
+
+    def _decision(self, plan: RolePlan, reason: str, scores: dict[RolePlan, Score], seen: Summary) -> Decision:
+        return Decision(plan, plan != self.plan, reason, scores, self.correction, seen)
+
+    def _gains(self, current: Score, other: Score) -> bool:
+        settings = self.settings
+        if settings.objective.given:
+            if other.secured > current.secured + settings.hysteresis:
+                return True
+            if other.secured < current.secured - settings.tie:
+                return False
+        return other.e2e_ms < current.e2e_ms * (1 - settings.time_hysteresis)
+
+    def _loose(
+        self,
+        pool: Sequence[WorkerModel],
+        best: RolePlan,
+        scores: dict[RolePlan, Score],
+        recent: Sequence[Served],
+        seen: Summary,
+    ) -> RolePlan:
+        """Let single requests leave the plan where that promises enough."""
+        strict = RolePlan(best.roles)
+        loose = loosened(strict)
+        if loose is None:
+            return best
+        samples = self._samples(recent, seen.requests_per_s, pool)
+        for plan in (strict, loose):
+            if plan not in scores:
+                scores |= evaluate_all(pool, [plan], samples, self.settings.objective)
+        gain = self.settings.loose_gain
+        if self.settings.objective.given:
+            return loose if scores[loose].secured > scores[strict].secured + gain else strict
+        return loose if scores[loose].e2e_ms < scores[strict].e2e_ms * (1 - gain) else strict
+
+    def _loses_on_mixture(self, now_ms: float, pool: Sequence[WorkerModel], best: RolePlan) -> bool:
+        settings = self.settings
+        mixture = self.traffic.since(now_ms - settings.mixture_ms)
+        seconds = (now_ms - mixture[0].at_ms) / 1000
+        if seconds * 1000 < 2 * settings.window_ms:
+            return False
+        samples = self._samples(mixture, len(mixture) / seconds, pool)
+        scores = evaluate_all(pool, [self.plan, best], samples, settings.objective)
+        current, other = scores[self.plan], scores[best]
+        if settings.objective.given:
+            return other.secured < current.secured - settings.mixture_loss
+        return other.e2e_ms > current.e2e_ms * (1 + settings.mixture_loss)
+
+    def _samples(self, served: Sequence[Served], requests_per_s: float, pool: Sequence[WorkerModel]) -> list[Sample]:
+        settings = self.settings
+        jobs = self.traffic.jobs(served, 0)
+        expected = fmean([job.output_tokens for job in jobs])
+        prompt = fmean([job.prompt_tokens for job in jobs])
+        horizon_ms = max(settings.min_horizon_ms, settings.lives * _life_ms(pool, prompt, expected, settings.objective))
+        wanted = max(settings.min_jobs, int(min(horizon_ms, settings.max_horizon_ms) / 1000 * requests_per_s))
+        num = min(settings.max_jobs, wanted)
+        return [Sample(resample(jobs, requests_per_s, num, seed), expected) for seed in _SEEDS]
+
+
+def _life_ms(pool: Sequence[WorkerModel], prompt: float, output: float, objective: Objective) -> float:
+    """Of a request whose answer comes at the pace of the objective, or at that of a well-filled worker."""
+    model = pool[0]
+    sequences = min(64, model.max_num_seqs)
+    context = min(model.kv_tokens, sequences * (prompt + output / 2))
+    curve = model.curve
+    step_ms = model.tables.shared[sequences] + curve.decode_ms + curve.decode_context_token_ms * context
+    tpot_ms = max(step_ms, objective.tpot_ms) if objective.tpot_ms < inf else 1.5 * step_ms
+    return output * tpot_ms + (objective.ttft_ms if objective.ttft_ms < inf else 1000.0)
+
+
+def _differ(recent: Sequence[Served], longer: Sequence[Served], part: float) -> bool:
+    """Whether what came lately is other traffic than what came before."""
+    if len(longer) <= len(recent):
+        return False
+    before = longer[: len(longer) - len(recent)]
+    prompts = [fmean([served.prompt_tokens for served in some]) for some in (before, recent)]
+    return abs(prompts[0] - prompts[1]) > 3 * part * max(prompts)
+
+
+def _gain(current: Score, other: Score, objective: Objective) -> str:
+    if objective.given and other.secured > current.secured:
+        return f"{other.attained:.0%} of requests would meet their objectives instead of {current.attained:.0%}"
+    return f"requests would take {other.e2e_ms:.0f} ms instead of {current.e2e_ms:.0f} ms"

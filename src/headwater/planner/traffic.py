@@ -1,0 +1,147 @@
+"""Recent traffic: what came, how long answers were, and samples of what may come next.
+
+Answers of requests that have not ended are unknown. They are guessed from ended ones with a prompt of about the same
+length, so that long answers, which end late, do not vanish from a window that has just begun.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import nan
+from statistics import fmean
+
+from headwater.planner.whatif import Job
+
+_ALIKE = 1.5
+_INITIAL_OUTPUT_TOKENS = 128
+_FEW = 8
+_MASK = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class Served:
+    """One request as it was seen; NaN and 0 until known."""
+
+    at_ms: float
+    prompt_tokens: int
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    ttft_ms: float = nan
+    tpot_ms: float = nan
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Traffic in three figures, to see whether it has changed."""
+
+    requests_per_s: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+
+    def differs(self, other: "Summary", part: float) -> bool:
+        pairs = (
+            (self.requests_per_s, other.requests_per_s),
+            (self.prompt_tokens_per_s, other.prompt_tokens_per_s),
+            (self.output_tokens_per_s, other.output_tokens_per_s),
+        )
+        return any(abs(mine - theirs) > part * max(mine, theirs) for mine, theirs in pairs)
+
+
+class Traffic:
+    """The last requests, bounded in number and in time."""
+
+    def __init__(self, most: int = 8192, keep_ms: float = 300_000.0, known_lengths: int = 1024) -> None:
+        self._served: deque[Served] = deque(maxlen=most)
+        self._keep_ms = keep_ms
+        self._lengths: deque[tuple[int, int]] = deque(maxlen=known_lengths)
+        """(prompt, output) of the last ended ones."""
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def arrived(self, at_ms: float, prompt_tokens: int, cached_tokens: int = 0) -> Served:
+        """Fill in the rest of the record as it becomes known; `ended` at last."""
+        served = Served(at_ms, prompt_tokens, cached_tokens)
+        self._served.append(served)
+        while self._served[0].at_ms < at_ms - self._keep_ms:
+            self._served.popleft()
+        return served
+
+    def ended(self, served: Served, output_tokens: int) -> None:
+        served.output_tokens = max(1, output_tokens)
+        self._lengths.append((served.prompt_tokens, served.output_tokens))
+
+    def since(self, at_ms: float) -> list[Served]:
+        """Those that came from then on, in order."""
+        found: list[Served] = []
+        for served in reversed(self._served):
+            if served.at_ms < at_ms:
+                break
+            found.append(served)
+        return found[::-1]
+
+    def jobs(self, served: Sequence[Served], seed: int) -> list[Job]:
+        """The same requests to simulate, with answers guessed where they are not known."""
+        known = sorted(self._lengths)
+        prompts = [prompt for prompt, _ in known]
+        draws = Draws(seed)
+        return [
+            Job(
+                one.at_ms,
+                one.prompt_tokens,
+                one.output_tokens or _guess(known, prompts, one.prompt_tokens, draws),
+                one.cached_tokens,
+            )
+            for one in served
+        ]
+
+    def expected_output(self) -> float:
+        return fmean([output for _, output in self._lengths]) if self._lengths else float(_INITIAL_OUTPUT_TOKENS)
+
+
+def summary(jobs: Sequence[Job], seconds: float) -> Summary:
+    """Of jobs that came within so long."""
+    return Summary(
+        len(jobs) / seconds,
+        sum([job.prompt_tokens - job.cached_tokens for job in jobs]) / seconds,
+        sum([job.output_tokens for job in jobs]) / seconds,
+    )
+
+
+def resample(jobs: Sequence[Job], requests_per_s: float, num: int, seed: int) -> list[Job]:
+    """`num` requests like these at that rate: lengths drawn one by one, gaps between arrivals as uneven as theirs."""
+    draws = Draws(seed)
+    gaps = [later.at_ms - earlier.at_ms for earlier, later in pairwise(jobs)] or [1000.0]
+    chosen = [gaps[draws.below(len(gaps))] for _ in range(num)]
+    stretch = 1000.0 / requests_per_s * num / max(1e-9, sum(chosen))
+    at_ms = 0.0
+    sample: list[Job] = []
+    for gap in chosen:
+        at_ms += gap * stretch
+        like = jobs[draws.below(len(jobs))]
+        sample.append(Job(at_ms, like.prompt_tokens, like.output_tokens, like.cached_tokens))
+    return sample
+
+
+class Draws:
+    """Numbers that look random and depend on the seed alone (SplitMix64)."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = seed * 0x9E3779B97F4A7C15 & _MASK
+
+    def below(self, limit: int) -> int:
+        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
+        mixed = (self._state ^ (self._state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _MASK
+        return (mixed ^ (mixed >> 31)) * limit >> 64
+
+
+def _guess(known: Sequence[tuple[int, int]], prompts: Sequence[int], prompt_tokens: int, draws: Draws) -> int:
+    if not known:
+        return _INITIAL_OUTPUT_TOKENS
+    first, last = bisect_left(prompts, prompt_tokens / _ALIKE), bisect_right(prompts, prompt_tokens * _ALIKE)
+    if last - first < _FEW:
+        first, last = max(0, first - _FEW), min(len(known), last + _FEW)
+    return known[first + draws.below(last - first)][1]

@@ -1,0 +1,469 @@
+"""The fast path of simulation: a pool of workers under a plan of roles, in a few microseconds per event.
+
+One engine step is one event, and decode steps between arrivals and ends are taken at once. Decodes go first, prompts
+follow in order of arrival in chunks, long ones lending half of a step to shorter ones, as the production scheduler
+does it. Placement is by the router's price (`headwater.router.price`), taken apart into who prefills and who decodes.
+
+A remote prefill: the decode worker reserves room for the whole sequence before the request is sent to the prefill
+worker; that one keeps its blocks until the transfer ends. What finds no room waits at the decode worker in order.
+
+Left out: prefix blocks by name (a request says how many of its tokens are cached), preemption (the room reserved is
+what the sequence will need), cost of the CPU between steps. Times are in ms from the start.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf, nan
+
+from headwater.planner.plan import RolePlan
+from headwater.planner.pool import HIDDEN_PARTS, NOTICE_MS, WorkerModel
+
+_MAX_PIECES = 64
+OWN_DECODE = 0.5
+STALL = 0.4
+STALL_DECODING = 0.15
+SLOW_DOWN = 0.5
+WORKER_TIME = 1.0
+"""Weights of `headwater.router.price.END_TO_END`."""
+LOOSE_STALL = 1.0
+"""Per decode that a prefill outside the plan holds up: here the whole of its delay counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request."""
+
+    at_ms: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    """Of the prompt, found wherever it is prefilled."""
+
+
+class _Item:
+    """A request under way."""
+
+    __slots__ = ("cached", "decoder", "left", "number", "output", "pairs", "prefiller", "prompt", "room", "started")
+    prefiller: "_Worker"
+    decoder: "_Worker"
+
+    def __init__(self, number: int, job: Job) -> None:
+        self.number = number
+        self.prompt = job.prompt_tokens
+        self.cached = min(job.cached_tokens, job.prompt_tokens - 1)
+        self.output = job.output_tokens
+        self.left = self.prompt - self.cached
+        self.pairs = self.left * (self.cached + (self.left + 1) / 2)
+        self.room = self.prompt + self.output
+        self.started = 0.0
+
+
+class _Worker:
+    """State of one simulated worker."""
+
+    def __init__(self, number: int, model: WorkerModel) -> None:
+        curve, tables = model.curve, model.tables
+        self.number = number
+        self.model = model
+        self.shared = tables.shared
+        self.prefill_ms = curve.prefill_ms
+        self.prefill_token_ms, self.prefill_pair_ms = curve.prefill_token_ms, curve.prefill_pair_ms
+        self.decode_ms = curve.decode_ms
+        self.decode_sequence_ms, self.decode_context_ms = curve.decode_sequence_ms, curve.decode_context_token_ms
+        self.chunk_ms, self.token_ms = tables.chunk_ms, tables.token_ms
+        self.chunk, self.most = model.chunk_tokens, model.max_num_seqs
+        self.free = model.kv_tokens
+        self.waiting: deque[_Item] = deque()
+        """For a place here, to prefill."""
+        self.active: list[_Item] = []
+        """Being prefilled."""
+        self.pending: deque[_Item] = deque()
+        """For room to decode here, before they are sent to a prefill worker."""
+        self.joining: list[_Item] = []
+        self.decoding: list[tuple[int, int, _Item]] = []
+        self.steps = 0
+        self.num_decoding = 0
+        self.context = 0
+        self.expected = 0
+        """Sequences that will decode here and are prefilled elsewhere."""
+        self.for_others = 0
+        """Sequences that are prefilled here to decode elsewhere."""
+        self.backlog_tokens = 0
+        self.backlog_pairs = 0.0
+        self.num_prefilling = 0
+        self.ends = inf
+        self.began = 0.0
+        self.leap = 0
+        self.pieces: list[tuple[_Item, int]] = []
+        self.link_free = 0.0
+        self.busy_prefill_ms = 0.0
+        self.busy_decode_ms = 0.0
+
+    def step_ms(self, sequences: int, context: int) -> float:
+        """One decode step of all that is or will be here."""
+        shared = self.shared[min(sequences, len(self.shared) - 1)]
+        return shared + self.decode_ms + self.decode_sequence_ms * sequences + self.decode_context_ms * context
+
+    def added_ms(self, item: _Item) -> tuple[float, float]:
+        """(time until it is prefilled, what of that is its own)."""
+        backlog = self.backlog_tokens
+        before = -(-backlog // self.chunk) * self.chunk_ms if backlog else 0.0
+        before += self.token_ms * backlog + self.prefill_pair_ms * self.backlog_pairs
+        tokens = backlog + item.left
+        after = -(-tokens // self.chunk) * self.chunk_ms + self.token_ms * tokens
+        after += self.prefill_pair_ms * (self.backlog_pairs + item.pairs)
+        return after, after - before
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """What became of each job; NaN for what had not happened when the run ended."""
+
+    ttft_ms: list[float]
+    tpot_ms: list[float]
+    e2e_ms: list[float]
+    remote: list[bool]
+    finished: int = 0
+    ended_ms: float = 0.0
+
+
+class FastCluster:
+    """One run: `submit` jobs in order and `advance`, or `run` them all."""
+
+    def __init__(self, pool: Sequence[WorkerModel], plan: RolePlan, expected_output_tokens: float) -> None:
+        self._workers = [_Worker(number, model) for number, model in enumerate(pool)]
+        self._expected_output = expected_output_tokens
+        self._heap: list[tuple[float, int, int, _Item | None]] = []
+        """(time, order, worker or -1, item): the end of a worker's step, or of the item's transfer."""
+        self._order = 0
+        self._started: list[float] = []
+        self._first: list[float] = []
+        self.outcomes = Outcomes([], [], [], [])
+        self.set_plan(plan)
+
+    def set_plan(self, plan: RolePlan) -> None:
+        """From now on. What is under way ends where it is."""
+        self.plan = plan
+        workers = list(zip(self._workers, plan.roles, strict=True))
+        self._local = [worker for worker, role in workers if role == "both" or plan.loose]
+        self._prefillers = [worker for worker, role in workers if role == "prefill"]
+        self._decoders = [worker for worker, role in workers if role != "prefill"]
+        self._both = {worker.number for worker, role in workers if role == "both"}
+
+    def set_expected_output(self, tokens: float) -> None:
+        self._expected_output = tokens
+
+    def run(self, jobs: Sequence[Job], until_ms: float = inf) -> Outcomes:
+        """All jobs, until all have ended or the time is up."""
+        for job in jobs:
+            if job.at_ms > until_ms:
+                break
+            self.advance(job.at_ms)
+            self.submit(job)
+        self.advance(until_ms)
+        return self.outcomes
+
+    def advance(self, until_ms: float) -> None:
+        """Let everything happen that happens until then."""
+        heap = self._heap
+        while heap and heap[0][0] <= until_ms:
+            now, _, number, item = heappop(heap)
+            if item is None:
+                worker = self._workers[number]
+                if now == worker.ends:
+                    self._end_step(worker, now)
+            else:
+                self._arrived(item, now)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._started) - self.outcomes.finished
+
+    # -- placement
+
+    def submit(self, job: Job) -> None:
+        """A request comes."""
+        now = job.at_ms
+        item = _Item(len(self._started), job)
+        self._started.append(now)
+        self._first.append(nan)
+        outcomes = self.outcomes
+        for series in (outcomes.ttft_ms, outcomes.tpot_ms, outcomes.e2e_ms):
+            series.append(nan)
+        prefiller, decoder = self._place(item)
+        outcomes.remote.append(prefiller is not decoder)
+        item.prefiller, item.decoder = prefiller, decoder
+        if prefiller is decoder:
+            self._enqueue(prefiller, item, now)
+            return
+        decoder.expected += 1
+        prefiller.for_others += 1
+        if decoder.pending or decoder.free < item.room:
+            decoder.pending.append(item)
+        else:
+            decoder.free -= item.room
+            self._enqueue(prefiller, item, now)
+
+    def _place(self, item: _Item) -> tuple[_Worker, _Worker]:
+        """Who prefills and who decodes, by price."""
+        best: tuple[_Worker, _Worker] | None = None
+        least = inf
+        for worker in self._local:
+            total = self._local_price(worker, item)
+            if total < least:
+                least, best = total, (worker, worker)
+        if self._prefillers:
+            prefiller, first_ms = self._best_prefiller(item)
+            decoder, decode_ms = self._best_decoder(item)
+            if first_ms + decode_ms < least:
+                best = prefiller, decoder
+        # After a change of roles, when all who may decode still prefill for others.
+        return best or min([(worker, worker) for worker in self._decoders], key=lambda pair: pair[0].backlog_tokens)
+
+    def _local_price(self, worker: _Worker, item: _Item) -> float:
+        after, added = worker.added_ms(item)
+        decoding, prefilling = worker.num_decoding + worker.expected, worker.num_prefilling
+        sequences = decoding + prefilling
+        step_ms = worker.step_ms(sequences, worker.context)
+        if sequences:
+            after += step_ms * -(-(worker.backlog_tokens + item.left) // worker.chunk)
+        stall = STALL * (STALL_DECODING * decoding + prefilling)
+        if worker.number not in self._both:
+            stall = LOOSE_STALL * decoding + STALL * prefilling
+        total = after + (WORKER_TIME + stall) * added + self._decode_price(worker, item, step_ms, prefilling)
+        if worker.free < item.room:
+            total += self._room_ms(worker, item)
+        return total
+
+    def _decode_price(self, worker: _Worker, item: _Item, step_ms: float, prefilling: int) -> float:
+        expected = self._expected_output
+        decoding = worker.num_decoding + worker.expected
+        sequences = decoding + prefilling
+        slower = worker.step_ms(sequences + 1, worker.context + item.prompt) - step_ms
+        own = OWN_DECODE * expected * (step_ms + slower)
+        return own + SLOW_DOWN * slower * (expected / 2) * (decoding / 2 + prefilling)
+
+    def _best_prefiller(self, item: _Item) -> tuple[_Worker, float]:
+        least, best = inf, self._prefillers[0]
+        for worker in self._prefillers:
+            after, added = worker.added_ms(item)
+            link = worker.model.transfer_token_ms * item.prompt
+            total = after + (WORKER_TIME + STALL * worker.num_prefilling) * added
+            total += NOTICE_MS + link / HIDDEN_PARTS + max(0.0, link - added)
+            if worker.num_decoding:
+                total += worker.step_ms(worker.num_decoding, worker.context)
+            if total < least:
+                least, best = total, worker
+        return best, least
+
+    def _best_decoder(self, item: _Item) -> tuple[_Worker, float]:
+        least, best = inf, self._decoders[0]
+        for worker in self._decoders:
+            if worker.for_others:
+                continue
+            prefilling = worker.num_prefilling
+            sequences = worker.num_decoding + worker.expected + prefilling
+            total = self._decode_price(worker, item, worker.step_ms(sequences, worker.context), prefilling)
+            if worker.pending or worker.free < item.room:
+                total += self._room_ms(worker, item)
+            if total < least:
+                least, best = total, worker
+        return best, least
+
+    def _room_ms(self, worker: _Worker, item: _Item) -> float:
+        """About how long it waits for room: those before it leave at the pace the worker ends sequences at."""
+        missing = item.room - worker.free + sum([other.room for other in worker.pending])
+        held = max(1, worker.model.kv_tokens)
+        step_ms = worker.step_ms(max(1, worker.num_decoding), worker.context)
+        return missing / held * self._expected_output * step_ms
+
+    # -- steps
+
+    def _enqueue(self, worker: _Worker, item: _Item, now: float) -> None:
+        worker.waiting.append(item)
+        worker.num_prefilling += 1
+        worker.backlog_tokens += item.left
+        worker.backlog_pairs += item.pairs
+        self._wake(worker, now)
+
+    def _wake(self, worker: _Worker, now: float) -> None:
+        """There is something new for it: start, or end a leap with the step under way."""
+        if worker.ends == inf:
+            self._begin_step(worker, now)
+        elif worker.leap > 1:
+            step_ms = (worker.ends - worker.began) / worker.leap
+            done = min(worker.leap, int((now - worker.began) / step_ms) + 1)
+            if done < worker.leap:
+                worker.leap = done
+                self._push(worker, worker.began + done * step_ms)
+
+    def _push(self, worker: _Worker, at_ms: float) -> None:
+        worker.ends = at_ms
+        self._order += 1
+        heappush(self._heap, (at_ms, self._order, worker.number, None))
+
+    def _begin_step(self, worker: _Worker, now: float) -> None:
+        if worker.joining:
+            self._join(worker)
+        num = worker.num_decoding
+        pieces = self._choose(worker, now) if worker.active or worker.waiting else []
+        if pieces:
+            self._begin_mixed(worker, pieces, now)
+        elif num:
+            leap = max(1, worker.decoding[0][0] - worker.steps)
+            context = worker.context + num * (leap - 1) / 2
+            step_ms = worker.shared[num] + worker.decode_ms + worker.decode_sequence_ms * num
+            duration = leap * (step_ms + worker.decode_context_ms * context)
+            worker.leap, worker.pieces, worker.began = leap, pieces, now
+            worker.busy_decode_ms += duration
+            self._push(worker, now + duration)
+        else:
+            worker.ends = inf
+
+    def _begin_mixed(self, worker: _Worker, pieces: list[tuple[_Item, int]], now: float) -> None:
+        tokens, pairs, num = 0, 0.0, worker.num_decoding
+        for item, count in pieces:
+            tokens += count
+            pairs += count * (item.prompt - item.left + (count + 1) / 2)
+        duration = worker.shared[tokens + num] + worker.prefill_ms
+        duration += worker.prefill_token_ms * tokens + worker.prefill_pair_ms * pairs
+        if num:
+            duration += worker.decode_ms + worker.decode_sequence_ms * num
+            duration += worker.decode_context_ms * worker.context
+        worker.leap, worker.pieces, worker.began = 1, pieces, now
+        worker.busy_prefill_ms += duration
+        self._push(worker, now + duration)
+
+    def _join(self, worker: _Worker) -> None:
+        for item in worker.joining:
+            self._decode(worker, item)
+        worker.joining = []
+
+    def _decode(self, worker: _Worker, item: _Item) -> None:
+        worker.num_decoding += 1
+        worker.context += item.prompt + 1
+        heappush(worker.decoding, (worker.steps + item.output - 1, item.number, item))
+
+    def _choose(self, worker: _Worker, now: float) -> list[tuple[_Item, int]]:
+        """Who prefills how many tokens in the next step."""
+        left = worker.chunk - worker.num_decoding
+        pieces: list[tuple[_Item, int]] = []
+        lender = -1
+        most: float = inf
+        for item in worker.active:
+            left, lender, most = _share(pieces, item, left, lender, most)
+            if left <= 0:
+                break
+        waiting = worker.waiting
+        while left > 0 and waiting and len(pieces) < _MAX_PIECES:
+            item = waiting[0]
+            if item.left > left and item.left > most:
+                break
+            if not self._admit(worker, item):
+                break
+            waiting.popleft()
+            item.started = now
+            worker.active.append(item)
+            left, lender, most = _share(pieces, item, left, lender, most)
+        if lender >= 0 and left > 0:
+            item, count = pieces[lender]
+            pieces[lender] = (item, min(item.left, count + left))
+        return pieces
+
+    def _admit(self, worker: _Worker, item: _Item) -> bool:
+        if worker.num_decoding + len(worker.active) >= worker.most:
+            return False
+        room = item.room if item.decoder is worker else item.prompt
+        if worker.free < room:
+            return False
+        worker.free -= room
+        return True
+
+    def _end_step(self, worker: _Worker, now: float) -> None:
+        num, leap = worker.num_decoding, worker.leap
+        if num:
+            worker.steps += leap
+            worker.context += num * leap
+            decoding = worker.decoding
+            while decoding and decoding[0][0] <= worker.steps:
+                self._finish(worker, heappop(decoding)[2], now)
+        for item, count in worker.pieces:
+            item.left -= count
+            if item.left <= 0:
+                self._prefilled(worker, item, now)
+        if worker.pending:
+            self._reserve(worker, now)
+        self._begin_step(worker, now)
+
+    def _prefilled(self, worker: _Worker, item: _Item, now: float) -> None:
+        tokens = item.prompt - item.cached
+        worker.active.remove(item)
+        worker.num_prefilling -= 1
+        worker.backlog_tokens -= tokens
+        worker.backlog_pairs = worker.backlog_pairs - item.pairs if worker.num_prefilling else 0.0
+        if item.decoder is worker:
+            self._first[item.number] = now
+            if item.output > 1:
+                self._decode(worker, item)
+            else:
+                worker.context += item.prompt + item.output
+                worker.num_decoding += 1
+                self._finish(worker, item, now)
+            return
+        link = worker.model.transfer_token_ms * item.prompt
+        ends = max(now + link / HIDDEN_PARTS, max(worker.link_free, item.started) + link) + NOTICE_MS
+        worker.link_free = ends - NOTICE_MS
+        self._order += 1
+        heappush(self._heap, (ends, self._order, -1, item))
+
+    def _arrived(self, item: _Item, now: float) -> None:
+        """The transfer of a prefilled prompt has ended."""
+        prefiller, decoder = item.prefiller, item.decoder
+        prefiller.free += item.prompt
+        prefiller.for_others -= 1
+        decoder.expected -= 1
+        self._first[item.number] = now
+        if prefiller.waiting:
+            self._wake(prefiller, now)
+        if item.output > 1:
+            decoder.joining.append(item)
+            self._wake(decoder, now)
+        else:
+            decoder.context += item.prompt + item.output
+            decoder.num_decoding += 1
+            self._finish(decoder, item, now)
+            self._reserve(decoder, now)
+
+    def _finish(self, worker: _Worker, item: _Item, now: float) -> None:
+        number = item.number
+        worker.num_decoding -= 1
+        worker.context -= item.prompt + item.output
+        worker.free += item.room
+        first, started, outcomes = self._first[number], self._started[number], self.outcomes
+        outcomes.ttft_ms[number] = first - started
+        outcomes.tpot_ms[number] = (now - first) / (item.output - 1) if item.output > 1 else 0.0
+        outcomes.e2e_ms[number] = now - started
+        outcomes.finished += 1
+        outcomes.ended_ms = now
+
+    def _reserve(self, worker: _Worker, now: float) -> None:
+        """Room for those who wait for it, in order."""
+        pending = worker.pending
+        while pending and worker.free >= pending[0].room:
+            item = pending.popleft()
+            worker.free -= item.room
+            self._enqueue(item.prefiller, item, now)
+
+
+def _share(pieces: list[tuple[_Item, int]], item: _Item, left: int, lender: int, most: float) -> tuple[int, int, float]:
+    """Give an item its tokens of a step; (left, lender, most) as `headwater.scheduler.budget` has them."""
+    if item.left <= left:
+        pieces.append((item, item.left))
+        return left - item.left, lender, most
+    if item.left > most:
+        return left, lender, most
+    half = left - left // 2
+    pieces.append((item, half))
+    return left - half, len(pieces) - 1, item.left / 2
