@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -39,7 +40,7 @@ from headwater.engines.vllm.arguments import VllmArguments, bind_cores, events_c
 from headwater.engines.vllm.outputs import sequence_output
 from headwater.engines.vllm.sampling import vllm_sampling
 from headwater.engines.vllm.timing import PrefillProgress
-from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InvalidRequest, ModelError
+from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InternalError, InvalidRequest, ModelError
 from headwater.kv.identity import namespace
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
@@ -201,14 +202,17 @@ class VllmEngine(ExternalEngine):
                 priority=-request.priority,
                 session_id=request.session_id,
             )
-        except (ValueError, TypeError) as error:
+        except (VLLMClientError, ValueError, TypeError) as error:
             raise InvalidRequest(f"vLLM: {error}") from error
+        except Exception as error:
+            raise InternalError(f"vLLM could not make sense of this request: {error!r}") from error
 
     async def _send_structured(self, name: str, stream: OpenStream, tokens: "array[int]") -> None:
         """A grammar may take long to check, which must not hold up the others."""
         number = stream.request.stream
         try:
-            checked = await asyncio.to_thread(self._checked, name, stream, tokens, len(stream.request.resumed_tokens))
+            num_resumed = len(stream.request.resumed_tokens) // TOKEN_ID_BYTES
+            checked = await asyncio.to_thread(self._checked, name, stream, tokens, num_resumed)
         except HeadwaterError as error:
             if number in self.open:
                 self._drop(number)

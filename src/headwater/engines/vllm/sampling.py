@@ -1,6 +1,7 @@
 """Our sampling parameters in vLLM's words. Every field has a place; what vLLM cannot do is refused."""
 
 import msgspec
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
@@ -37,7 +38,7 @@ def vllm_sampling(params: SamplingParams, num_resumed: int) -> VllmSamplingParam
             output_kind=RequestOutputKind.DELTA,
             skip_clone=True,
         )
-    except ValueError as error:
+    except (VLLMClientError, ValueError) as error:
         raise InvalidRequest(f"vLLM: {error}") from error
 
 

@@ -1,0 +1,1 @@
+"""What kinds of servers there are, and how each is spoken to."""

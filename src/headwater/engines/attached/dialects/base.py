@@ -1,0 +1,82 @@
+"""What differs between kinds of servers: how they are asked what they serve, how busy they are, and for tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from headwater.engines.attached.http import Server
+from headwater.engines.kv_feed.subscription import FeedAddress
+from headwater.protocol.request import EngineRequest, SequenceOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a server turned out to be."""
+
+    model: str
+    """What it calls its model."""
+    aliases: Sequence[str] = ()
+    version: str = ""
+    max_model_len: int | None = None
+    block_size: int | None = None
+    kv_blocks: int = 0
+    """0: unknown."""
+    feeds: Sequence[FeedAddress] = ()
+    files: str | None = None
+    """Folder or hub id of the model, as the server was told."""
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What must not change while we are attached."""
+        return (self.model, self.max_model_len, self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """What a server says of itself; it may serve others beside us."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    preemptions: int = 0
+
+
+class AnswerReader(Protocol):
+    """Reads the events of one streamed answer."""
+
+    def read(self, event: bytes) -> SequenceOutput | None:
+        """None when the event says nothing. Raises `HeadwaterError` when it tells of a failure."""
+        ...
+
+
+class Dialect(Protocol):
+    """One kind of server. Stateless."""
+
+    name: str
+
+    async def describe(self, server: Server) -> Description:
+        """Raises `EngineFailed` when it is not of this kind."""
+        ...
+
+    async def is_healthy(self, server: Server) -> None:
+        """Raises what is wrong."""
+        ...
+
+    async def load(self, server: Server) -> ServerLoad | None:
+        """None when it does not say."""
+        ...
+
+
+@runtime_checkable
+class TokenDialect(Dialect, Protocol):
+    """A server that takes and gives token ids."""
+
+    async def tokenize(self, server: Server, model: str, text: str) -> list[int]:
+        """As the server does, special tokens added as in a completion."""
+        ...
+
+    def request(self, model: str, request: EngineRequest, tokens: Sequence[int], salt: str | None) -> tuple[str, bytes]:
+        """Path and body. Raises `InvalidRequest` for what it cannot do."""
+        ...
+
+    def reader(self, request: EngineRequest) -> AnswerReader: ...

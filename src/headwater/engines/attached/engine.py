@@ -1,0 +1,361 @@
+"""`AttachedEngine`: a server that runs already becomes a worker, without being restarted or changed.
+
+Two ways. *Tokens*: the server takes and gives token ids (vLLM) and its tokenizer is at hand; then the frontend's whole
+pipeline works as with any engine, and KV events and load are the server's own. *Relay*: any other OpenAI-compatible
+server; requests and answers pass as they are. A server that goes away ends what it was doing with a retryable error
+and gets nothing until it is back; one that comes back as something else ends this worker.
+"""
+
+import asyncio
+import hashlib
+import logging
+from array import array
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from headwater.config.schema import EngineConfig
+from headwater.engines.attached.dialects.base import Description, Dialect, ServerLoad, TokenDialect
+from headwater.engines.attached.dialects.detect import detect
+from headwater.engines.attached.http import Server, ServerAddress, Unreachable, error_for
+from headwater.engines.attached.pace import Pace
+from headwater.engines.attached.relay import relay_card, relayed_request
+from headwater.engines.attached.sse import EventSplitter
+from headwater.engines.attached.texts import server_texts, vocabulary_size
+from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
+from headwater.engines.card import served_names, text_artifacts
+from headwater.engines.external import ExternalEngine, Gathered, OpenStream
+from headwater.engines.kv_feed.subscription import Feed
+from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
+from headwater.engines.kv_feed.wire import ForeignBatch
+from headwater.engines.texts import ModelTexts
+from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InvalidRequest, Unavailable, WorkerLost
+from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
+from headwater.protocol.cluster import ModelCard
+from headwater.protocol.events import LoadReport
+from headwater.protocol.request import ErrorInfo, SequenceOutput
+from headwater.runtime.zeromq import ZmqContext
+from headwater.types import TOKEN_ID_BYTES
+
+_log = logging.getLogger(__name__)
+
+_PROBE_S = 1.0
+_PATIENCE_S = 30.0
+"""How long a server that is connected to may not answer before it is given up."""
+_RETRY_S = 2.0
+_MAX_ERROR_BYTES = 64 * 1024
+_DEFAULT_BLOCK_SIZE = 16
+_DEFAULT_MAX_MODEL_LEN = 131_072
+_DEFAULT_BATCHED_TOKENS = 2048
+
+
+class AttachedEngine(ExternalEngine):
+    """See `headwater.engines.base.Engine`."""
+
+    def __init__(self, config: EngineConfig, placement: Placement = ALONE) -> None:
+        super().__init__(config)
+        if placement.index >= len(config.attach):
+            raise ConfigError(f"worker {placement.index} has nothing to attach to: {len(config.attach)} are given")
+        key = config.attach_api_key
+        own_key = key[placement.index % len(key)] if key else None
+        self._address = ServerAddress.parse(config.attach[placement.index], own_key)
+        self._server: Server | None = None
+        self._dialect: Dialect | None = None
+        self._tokens: TokenDialect | None = None
+        self._found: Description | None = None
+        self._translator: FeedTranslator | None = None
+        self._zmq: ZmqContext | None = None
+        self._feeds: list[Feed] = []
+        self._answers: dict[int, asyncio.Task[None]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._gathered = Gathered(self._on_outputs)
+        self._pace = Pace(config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS)
+        self._said: ServerLoad | None = None
+        self._failing_since: float | None = None
+
+    # ---- life
+
+    async def open_engine(self, progress: ProgressSink) -> EngineInfo:
+        server = self._server = Server(self._address)
+        dialect, found = await self._await_server(server, progress)
+        self._dialect, self._found = dialect, found
+        texts = None
+        tokens = _token_dialect(dialect)
+        if tokens is not None:
+            texts = await server_texts(self.config, server, tokens, found, progress)
+            self._tokens = tokens if texts is not None else None
+        info = self._token_info(dialect, found, texts) if texts is not None else self._relay_info(dialect, found)
+        self._kv_blocks = info.kv_blocks
+        if texts is not None:
+            card = info.card
+            self._default_namespace = namespace(card.fingerprint, card.kv_layout)
+            self._block_size = card.block_size
+            self._follow_events(card, found)
+        self._run(self._watch(server, dialect))
+        self._tell_mode(info)
+        progress(Progress("ready", detail=info.card.name))
+        return info
+
+    async def close_engine(self) -> None:
+        tasks = [*self._answers.values(), *self._background]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for feed in self._feeds:
+            feed.close()
+        if self._zmq is not None:
+            await self._zmq.term()
+        if self._server is not None:
+            await self._server.close()
+
+    async def _await_server(self, server: Server, progress: ProgressSink) -> tuple[Dialect, Description]:
+        """Until it is there; what it is, when it is."""
+        began = self.clock.now()
+        while True:
+            try:
+                return await detect(server, self.config.attach_as)
+            except (Unavailable, WorkerLost) as error:
+                progress(Progress("load", round(self.clock.now() - began), None, "s", f"waiting: {error}"))
+            await asyncio.sleep(_RETRY_S)
+
+    def _follow_events(self, card: ModelCard, found: Description) -> None:
+        if not found.feeds or found.block_size is None:
+            return
+        self._translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
+        self._zmq = ZmqContext()
+        self._feeds = [Feed(self._zmq, address, self) for address in found.feeds]
+
+    def _tell_mode(self, info: EngineInfo) -> None:
+        way = "token ids" if self._tokens is not None else "relayed requests"
+        _log.info("attached to %s at %s: %s, %s", info.card.name, self._address.url, info.engine, way)
+        if not self._feeds:
+            _log.warning(
+                "%s sends no KV events: what it has cached will only be guessed from what is sent there%s",
+                self._address.url,
+                " (start vLLM with --kv-events-config to change that)" if info.engine.endswith("vllm") else "",
+            )
+
+    # ---- work
+
+    def send(self, stream: OpenStream, tokens: "array[int]") -> None:
+        server, found = self._server, self._found
+        assert server is not None
+        assert found is not None
+        request = stream.request
+        if self._tokens is None:
+            path, body = relayed_request(request, (found.model, *found.aliases), found.model)
+            self._answer(request.stream, self._relay(server, stream, path, body))
+            return
+        num_resumed = len(request.resumed_tokens) // TOKEN_ID_BYTES
+        if num_resumed >= request.sampling.max_tokens:
+            raise InvalidRequest(f"{num_resumed} tokens are there already of {request.sampling.max_tokens}")
+        salt = salt_of(request.namespace, self._default_namespace)
+        path, body = self._tokens.request(found.model, request, tokens, salt)
+        cached = self._expected_cached(stream) if self._feeds else None
+        self._answer(request.stream, self._stream_tokens(server, stream, path, body, cached))
+
+    def cancel(self, streams: Sequence[int]) -> None:
+        """The connection is closed, which servers take as a wish to stop."""
+        for number in streams:
+            task = self._answers.pop(number, None)
+            if task is not None:
+                task.cancel()
+
+    def load(self) -> LoadReport:
+        said, totals = self._said, self.totals
+        own_running = sum(1 for stream in self.open.values() if stream.num_generated)
+        running = max(own_running, said.num_running if said is not None else 0)
+        waiting = max(len(self.open) - running, said.num_waiting if said is not None else 0, 0)
+        usage = said.kv_usage if said is not None else 0.0
+        return LoadReport(
+            num_running=running,
+            num_waiting=waiting,
+            waiting_prefill_tokens=sum(s.num_prompt_tokens for s in self.open.values() if not s.num_generated),
+            kv_blocks_total=self._kv_blocks,
+            kv_blocks_free=self._kv_blocks - round(usage * self._kv_blocks),
+            steps=totals.steps,
+            preemptions=said.preemptions if said is not None else 0,
+            cached_tokens=totals.cached_tokens,
+            prompt_tokens=totals.prompt_tokens,
+            generated_tokens=totals.generated_tokens,
+        )
+
+    async def _stream_tokens(
+        self, server: Server, stream: OpenStream, path: str, body: bytes, cached: int | None
+    ) -> None:
+        request = stream.request
+        assert self._tokens is not None
+        reader, splitter, first, ended = self._tokens.reader(request), EventSplitter(), True, False
+        async with server.stream(path, body, {"x-request-id": f"{request.request_id}-{request.stream}"}) as response:
+            if response.status != 200:
+                raise error_for(response.status, await response.content.read(_MAX_ERROR_BYTES), response.headers)
+            async for piece in response.content.iter_any():
+                for event in splitter.feed(piece):
+                    output = None if ended else reader.read(event)
+                    if output is None:
+                        continue
+                    if first and output.num_cached_tokens is None:
+                        output.num_cached_tokens = cached
+                    first, ended = False, output.finish_reason is not None
+                    self._gathered.take(output)
+        if not ended:
+            raise WorkerLost("the attached server ended its answer without saying why")
+
+    async def _relay(self, server: Server, stream: OpenStream, path: str, body: bytes) -> None:
+        number = stream.request.stream
+        async with server.stream(path, body, {"x-request-id": stream.request.request_id}) as response:
+            if response.status != 200:
+                raise error_for(response.status, await response.content.read(_MAX_ERROR_BYTES), response.headers)
+            async for piece in response.content.iter_any():
+                self._gathered.take(SequenceOutput(number, [0] * max(1, piece.count(b"\n\n")), relayed=piece))
+        self._gathered.take(SequenceOutput(number, [], "stop"))
+
+    def _answer(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._answers[number] = task
+        task.add_done_callback(lambda done: self._answered(number, done))
+
+    def _answered(self, number: int, task: "asyncio.Task[None]") -> None:
+        if self._answers.get(number) is task:
+            del self._answers[number]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            return
+        if not isinstance(error, HeadwaterError):
+            _log.error("reading an answer failed", exc_info=error)
+            error = EngineFailed(f"reading the attached server's answer failed: {error!r}")
+        if isinstance(error, Unreachable):
+            self._lose(error)
+        self._gathered.take(SequenceOutput(number, [], "error", error=ErrorInfo.of(error)))
+
+    def _on_outputs(self, outputs: list[SequenceOutput]) -> None:
+        timing = self._pace.observe(outputs, self.open, self.clock.now())
+        if timing is not None:
+            self.time_step(timing)
+        self.deliver(outputs)
+        if not self.open:
+            self._pace.forget()
+
+    def _expected_cached(self, stream: OpenStream) -> int:
+        """What the events say is resident; the server need not say itself."""
+        request = stream.request
+        ids = request.block_ids or chain_block_ids(
+            request.namespace or self._default_namespace, request.prompt, self._block_size
+        )
+        count = 0
+        for block_id in split_block_ids(ids):
+            if block_id not in self.resident:
+                break
+            count += 1
+        return min(count * self._block_size, stream.num_prompt_tokens - 1)
+
+    # ---- events
+
+    def on_batch(self, batch: ForeignBatch) -> None:
+        """From a feed."""
+        if self._translator is not None:
+            self.tell(self._translator.apply(batch))
+
+    def on_lost(self, reason: str) -> None:
+        """From a feed."""
+        _log.warning("KV events of %s were lost (%s): what it has cached is learned anew", self._address.url, reason)
+        if self._translator is not None:
+            self.tell(self._translator.clear())
+
+    # ---- whether it is there
+
+    async def _watch(self, server: Server, dialect: Dialect) -> None:
+        while True:
+            await asyncio.sleep(_PROBE_S)
+            try:
+                if self.paused:
+                    await self._try_again(server, dialect)
+                else:
+                    self._said = await dialect.load(server)
+                    if self._said is None:
+                        await dialect.is_healthy(server)
+                self._failing_since = None
+                self.note_changed()
+            except HeadwaterError as error:
+                self._on_trouble(error)
+
+    def _on_trouble(self, error: HeadwaterError) -> None:
+        now = self.clock.now()
+        self._failing_since = self._failing_since or now
+        if isinstance(error, Unreachable) or now - self._failing_since > _PATIENCE_S:
+            self._lose(error)
+
+    def _lose(self, error: HeadwaterError) -> None:
+        if self.paused:
+            return
+        _log.warning("the attached server is lost: %s", error)
+        self.pause(Unavailable(f"the server at {self._address.url} does not answer", retry_after_s=_RETRY_S))
+        self.cancel(list(self._answers))
+        if self._translator is not None:
+            self.tell(self._translator.clear())
+
+    async def _try_again(self, server: Server, dialect: Dialect) -> None:
+        await dialect.is_healthy(server)
+        found = await dialect.describe(server)
+        if self._found is not None and found.identity != self._found.identity:
+            self.fail(EngineFailed(f"{self._address.url} came back as {found.model}, {found.max_model_len} tokens"))
+            return
+        _log.info("the attached server is back")
+        self.resume()
+
+    # ---- what it is
+
+    def _token_info(self, dialect: Dialect, found: Description, texts: ModelTexts) -> EngineInfo:
+        artifacts, contents = text_artifacts(texts.tokenizer_json, texts.tokenizer_config, texts.chat_template)
+        names = served_names(self.config, found.model)
+        block_size = found.block_size or _DEFAULT_BLOCK_SIZE
+        identity = f"{dialect.name} {found.model} {texts.fingerprint} {block_size} {found.max_model_len}"
+        max_model_len = found.max_model_len or self.config.max_model_len or _DEFAULT_MAX_MODEL_LEN
+        card = ModelCard(
+            name=names[0],
+            served_names=names,
+            fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+            architecture=dialect.name,
+            dtype="unknown",
+            kv_layout=f"{dialect.name}.b{block_size}",
+            max_model_len=max_model_len,
+            block_size=block_size,
+            vocab_size=vocabulary_size(texts, found),
+            bos_token_id=texts.bos_token_id,
+            eos_token_ids=list(texts.eos_token_ids),
+            artifacts=artifacts,
+            default_sampling=texts.default_sampling,
+        )
+        return self._described(dialect, card, contents, found.kv_blocks or -(-max_model_len // block_size))
+
+    def _relay_info(self, dialect: Dialect, found: Description) -> EngineInfo:
+        card = relay_card(self.config, found, dialect.name)
+        return self._described(dialect, card, {}, -(-card.max_model_len // card.block_size))
+
+    def _described(self, dialect: Dialect, card: ModelCard, contents: dict[str, Any], kv_blocks: int) -> EngineInfo:
+        return EngineInfo(
+            engine=f"attached-{dialect.name}",
+            card=card,
+            artifacts=contents,
+            kv_blocks=kv_blocks,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS,
+            hardware=f"attached-{self._address.url}",
+            batch_invariant=False,
+        )
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("watching the attached server failed", exc_info=error)
+            self.fail(EngineFailed(f"watching the attached server failed: {error!r}"))
+
+
+def _token_dialect(dialect: Dialect) -> TokenDialect | None:
+    return dialect if isinstance(dialect, TokenDialect) else None

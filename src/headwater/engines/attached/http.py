@@ -1,0 +1,165 @@
+"""The HTTP side of an attached server: one session, bounded waits, and errors of the server in our terms."""
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from headwater.errors import (
+    ConfigError,
+    ContextTooLong,
+    EngineFailed,
+    HeadwaterError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PayloadTooLarge,
+    Unavailable,
+    WorkerLost,
+)
+
+_CONNECT_TIMEOUT_S = 5.0
+_ASK_TIMEOUT_S = 5.0
+_MAX_DOCUMENT_BYTES = 32 << 20
+_MAX_MESSAGE_CHARS = 2000
+
+
+class Unreachable(Unavailable):
+    """Nobody listens there."""
+
+
+class ServerAddress(msgspec.Struct, frozen=True):
+    """Where the server is, and how it is spoken to."""
+
+    url: str
+    """Scheme, host, port and path, without `/v1` and without a slash at the end."""
+    api_key: str | None = None
+
+    @classmethod
+    def parse(cls, url: str, api_key: str | None = None) -> "ServerAddress":
+        """Raises `ConfigError` for what is no http(s) URL."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+            raise ConfigError(f"--attach {url}: expected http://host:port", hint="a path may follow, but no query")
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(f"{parts.scheme}://{parts.netloc}{path}", api_key)
+
+
+class Server:
+    """Asks one server. Everything raised is a `HeadwaterError`."""
+
+    def __init__(self, address: ServerAddress) -> None:
+        self.address = address
+        headers = {} if address.api_key is None else {"authorization": f"Bearer {address.api_key}"}
+        self._session = aiohttp.ClientSession(
+            headers=headers,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def get(self, path: str) -> bytes:
+        """A document. A status other than 200 raises."""
+        return await self._ask("GET", path, None)
+
+    async def get_json(self, path: str) -> Any:
+        return _decoded(path, await self.get(path))
+
+    async def post_json(self, path: str, body: object) -> Any:
+        return _decoded(path, await self._ask("POST", path, msgspec.json.encode(body)))
+
+    async def find(self, path: str) -> Any:
+        """A JSON document, or None where the server has none."""
+        try:
+            return await self.get_json(path)
+        except (ModelNotFound, InvalidRequest, EngineFailed):
+            return None
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer that is still coming; leaving early closes the connection, by which servers know to stop.
+
+        A status other than 200 is the caller's to judge.
+        """
+        sent = {"content-type": "application/json", **headers}
+        with _translated(self.address.url):
+            async with self._session.post(f"{self.address.url}{path}", data=body, headers=sent) as response:
+                yield response
+
+    async def _ask(self, method: str, path: str, body: bytes | None) -> bytes:
+        headers = {} if body is None else {"content-type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
+        with _translated(self.address.url):
+            async with self._session.request(
+                method, f"{self.address.url}{path}", data=body, headers=headers, timeout=timeout
+            ) as response:
+                data = await response.content.read(_MAX_DOCUMENT_BYTES)
+                while not response.content.at_eof() and len(data) < _MAX_DOCUMENT_BYTES:
+                    data += await response.content.read(_MAX_DOCUMENT_BYTES - len(data))
+                if response.status != 200:
+                    raise error_for(response.status, data, response.headers)
+                return data
+
+
+@contextmanager
+def _translated(url: str) -> Iterator[None]:
+    """Errors of the connection become ours: what is lost in the middle can be done again elsewhere."""
+    try:
+        yield
+    except aiohttp.ClientConnectorError as error:
+        raise Unreachable(f"the server at {url} cannot be reached: {error.os_error}") from error
+    except TimeoutError as error:
+        raise Unavailable(f"the server at {url} does not answer in time") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise WorkerLost(f"the server at {url} broke off: {error!r}") from error
+
+
+def error_for(status: int, body: bytes, headers: Mapping[str, str]) -> HeadwaterError:
+    """What a server's refusal means."""
+    message, param, code = _said(body)
+    text = message or f"status {status}"
+    if status in (429, 503, 529):
+        return Overloaded(f"the attached server is full: {text}", retry_after_s=_retry_after_s(headers))
+    if status in (401, 403):
+        return EngineFailed(f"the attached server refuses us: {text}", hint="give its key with --attach-api-key")
+    if status == 404:
+        return ModelNotFound(text)
+    if status == 413:
+        return PayloadTooLarge(text)
+    if 400 <= status < 500:
+        too_long = code == "context_length_exceeded" or "maximum context length" in text
+        return (ContextTooLong if too_long else InvalidRequest)(text, param=param)
+    return WorkerLost(f"the attached server failed with status {status}: {text}")
+
+
+def _said(body: bytes) -> tuple[str, str | None, str | None]:
+    """Message, field and code of an error in OpenAI's form, or of the few that differ."""
+    try:
+        document = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return body[:_MAX_MESSAGE_CHARS].decode(errors="replace").strip(), None, None
+    found = document.get("error", document) if isinstance(document, dict) else document
+    if isinstance(found, dict):
+        message = found.get("message") or found.get("detail") or ""
+        param, code = found.get("param"), found.get("code")
+        return str(message)[:_MAX_MESSAGE_CHARS], param if isinstance(param, str) else None, str(code)
+    return str(found)[:_MAX_MESSAGE_CHARS], None, None
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    try:
+        return min(60.0, max(0.1, float(headers.get("retry-after", "1"))))
+    except ValueError:
+        return 1.0
+
+
+def _decoded(path: str, data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise EngineFailed(f"{path} of the attached server is not JSON: {error}") from error
