@@ -94,6 +94,7 @@ def placed(config: ServeConfig, port: int, folder: ClusterFolder) -> ServeConfig
     """The configuration with what was left open filled in, and the graph announced to `headwater status`."""
     registry = config.runtime.registry or (folder.path / "registry").as_uri()
     url = base_url(config.frontend.host, port)
+    config = msgspec.structs.replace(config, workers=len(config.engine.attach) or config.workers)
     folder.publish(ClusterRecord(pid=os.getpid(), url=url, registry=registry, started=time.time()))
     return msgspec.structs.replace(
         config,

@@ -21,13 +21,14 @@ EngineFactory = Callable[[EngineConfig, Placement], Engine]
 _BUILT_IN = {
     "native": ("headwater.engines.native.engine", "NativeEngine"),
     "mocker": ("headwater.engines.mocker.engine", "MockerEngine"),
+    "attached": ("headwater.engines.attached.engine", "AttachedEngine"),
     "vllm": ("headwater.engines.vllm.engine", "VllmEngine"),
 }
 
 
 def create_engine(config: EngineConfig, placement: Placement = ALONE) -> Engine:
     """The engine that the configuration names, not started. Raises `ConfigError`."""
-    return engine_factory(config.engine)(config, placement)
+    return engine_factory("attached" if config.attach else config.engine)(config, placement)
 
 
 def engine_factory(name: str) -> EngineFactory:
