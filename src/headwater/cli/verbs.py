@@ -32,6 +32,7 @@ VERBS: dict[str, Verb] = {
     "simulate": Verb("headwater.cli.simulate", "try a cluster in virtual time, policies side by side"),
     "transfer": Verb("headwater.cli.transfer", "measure how fast memory moves between processes", "bench [flags]"),
     "record": Verb("headwater.cli.record", "describe and merge recorded requests for a replay", "FILE ... [flags]"),
+    "keys": Verb("headwater.cli.keys", "keys of clients, limits of tenants, keys of a cluster", "ACTION [flags]"),
     "config": Verb("headwater.cli.config", "show, check and document the configuration", "show|validate|schema|docs"),
     "frontend": Verb("headwater.cli.frontend", "run one frontend that joins a registry"),
     "worker": Verb("headwater.cli.worker", "run one worker that joins a registry", "[MODEL] [flags]"),
