@@ -130,16 +130,16 @@ def test_a_slow_worker_is_believed_late_and_a_noisy_one_never() -> None:
     for _ in range(20):
         shape = random_shape(random)
         model.observe_step("gpu", "slow", timing(shape, 2 * truth_ms(shape)))
-    assert model.worker_factor("slow") == 1.0, "twenty samples are no evidence"
+    assert model.peers("gpu").factor("slow") == 1.0, "twenty samples are no evidence"
     for _ in range(4000):
         shape = random_shape(random)
         model.observe_step("gpu", "slow", timing(shape, 2 * truth_ms(shape)))
         model.observe_step("gpu", "normal-1", timing(shape, truth_ms(shape)))
-    assert model.worker_factor("slow") > 1.1
-    assert model.worker_factor("slow") > model.worker_factor("normal-1")
-    assert model.disagreement() > 0.05
-    model.forget_worker("slow")
-    assert model.worker_factor("slow") == 1.0
+    assert model.peers("gpu").factor("slow") > 1.1
+    assert model.peers("gpu").factor("slow") > model.peers("gpu").factor("normal-1")
+    assert model.peers("gpu").disagreement() < 0.05, "one of three is not the rule"
+    model.forget_worker("gpu", "slow")
+    assert model.peers("gpu").factor("slow") == 1.0
 
 
 def test_links_learn_latency_and_bandwidth() -> None:
@@ -187,3 +187,92 @@ def test_one_tripled_step_in_twenty_hardly_moves_it() -> None:
         shape = random_shape(random)
         model.observe(shape, truth_ms(shape) * (3.0 if random.random() < 0.05 else 1.0))
     assert median_error(model, random) < 0.005
+
+
+@pytest.mark.parametrize("factor", [0.01, 0.1, 0.3, 10.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_one_liar_of_eight_is_outvoted_also_when_it_speaks_first(seed: int, factor: float) -> None:
+    random = Random(seed)
+    model = StepModel()
+    for number in range(2000):
+        shape = random_shape(random)
+        model.observe(shape, truth_ms(shape) * (1.0 if number % 8 else factor))
+    assert median_error(model, random) < 0.03
+
+
+@pytest.mark.parametrize("factor", [0.01, 0.1, 0.3])
+def test_steps_measured_far_too_short_hardly_move_it(factor: float) -> None:
+    random = Random(9)
+    model = StepModel()
+    for _ in range(2000):
+        shape = random_shape(random)
+        model.observe(shape, truth_ms(shape) * (factor if random.random() < 0.05 else 1.0))
+    assert median_error(model, random) < 0.01
+
+
+def test_a_worker_that_reports_a_tenth_of_its_times_neither_moves_the_class_nor_widens_the_band() -> None:
+    random = Random(10)
+    model = PerfModel()
+    for _ in range(1000):
+        for worker in range(8):
+            shape = random_shape(random)
+            model.observe_step("gpu", f"w{worker}", timing(shape, truth_ms(shape) * (0.1 if worker == 0 else 1.0)))
+    assert median_error(model.steps("gpu"), random) < 0.02
+    assert model.peers("gpu").disagreement() < 0.01
+    assert [model.peers("gpu").factor(f"w{worker}") for worker in range(1, 8)] == [1.0] * 7
+
+
+def test_workers_that_are_apart_in_halves_widen_the_band_by_as_much() -> None:
+    random = Random(11)
+    model = PerfModel()
+    for _ in range(1000):
+        for worker in range(8):
+            shape = random_shape(random)
+            model.observe_step("gpu", f"w{worker}", timing(shape, truth_ms(shape) * (1.1 if worker % 2 else 0.9)))
+    assert model.peers("gpu").disagreement() == pytest.approx(0.1, rel=0.2)
+
+
+def test_fading_for_long_changes_nothing_but_what_is_remembered() -> None:
+    """Sums are rescaled when the weight of a sample has grown out of bounds."""
+    random = Random(12)
+    fit = NonNegativeFit((1.0, 1.0), half_life=5.0)
+    for _ in range(400):
+        size = random.uniform(0, 10)
+        fit.observe((1.0, size), 3.0 + 2.0 * size)
+    assert fit.coefficients == pytest.approx((3.0, 2.0), rel=1e-3)
+    assert fit.num_samples == pytest.approx(1 / (1 - 0.5**0.2), rel=0.01)
+    assert fit.state().weight == pytest.approx(fit.num_samples)
+
+
+def test_a_liar_that_speaks_first_and_most_is_outvoted_by_workers() -> None:
+    """Half of all samples are its own, and for a while all of them."""
+    random = Random(13)
+    model = PerfModel()
+    for number in range(6000):
+        worker = 0 if number < 200 or number % 2 else random.randrange(1, 8)
+        shape = random_shape(random)
+        model.observe_step("gpu", f"w{worker}", timing(shape, truth_ms(shape) * (1.0 if worker else 0.1)))
+    assert median_error(model.steps("gpu"), random) < 0.03
+    assert model.peers("gpu").is_odd("w0")
+    assert [model.peers("gpu").factor(f"w{worker}") for worker in range(8)] == [1.0] * 8
+
+
+def test_when_all_workers_change_the_model_starts_over() -> None:
+    random = Random(14)
+    model = PerfModel()
+    for speed, samples in ((1.0, 2000), (5.0, 400)):
+        for number in range(samples):
+            shape = random_shape(random)
+            model.observe_step("gpu", f"w{number % 4}", timing(shape, speed * truth_ms(shape)))
+    shape = StepShape(0, 0, 16, 64_000)
+    assert model.steps("gpu").step_ms(shape) == pytest.approx(5 * truth_ms(shape), rel=0.05)
+
+
+def test_of_two_workers_neither_is_the_odd_one() -> None:
+    random = Random(15)
+    model = PerfModel()
+    for number in range(1000):
+        shape = random_shape(random)
+        model.observe_step("gpu", f"w{number % 2}", timing(shape, truth_ms(shape) * (1 + number % 2)))
+    assert not model.peers("gpu").is_odd("w0")
+    assert not model.peers("gpu").is_odd("w1")

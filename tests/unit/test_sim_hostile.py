@@ -78,8 +78,8 @@ def test_workers_that_claim_to_be_idle_and_fast_gain_little(liars: int) -> None:
     requests = RAG.requests(64)
     honest = serve(requests, Delay())
     result = serve(requests, Delay(), Conditions(boasting_workers=liars))
-    assert max(shares(result)[:liars]) < 1.8
-    assert figures(result).e2e_ms_mean < 1.08 * figures(honest).e2e_ms_mean
+    assert max(shares(result)[:liars]) < 1.3
+    assert figures(result).e2e_ms_mean < 1.03 * figures(honest).e2e_ms_mean
 
 
 def test_a_worker_that_joins_cold_gets_its_share() -> None:

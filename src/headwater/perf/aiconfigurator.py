@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from headwater.errors import ConfigError
-from headwater.perf.model import StepShape
+from headwater.perf.shape import StepShape
 
 SYSTEMS = {
     "a100-sxm": "a100_sxm",

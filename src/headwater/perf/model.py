@@ -8,46 +8,22 @@ context, is modelled as
 which is the roofline of a transformer with its terms added: weights (constants), linear layers (T, n), attention
 (A, K). Coefficients are pooled over all workers of one hardware class and model, because errors that differ between
 workers mislead a router while common errors cancel. A worker's own speed is a single factor, shrunk to 1 until many
-samples insist. Transfers are latency + bytes / bandwidth per link.
+samples insist (`headwater.perf.peers`). Transfers are latency + bytes / bandwidth per link.
 """
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 
 from headwater.perf.fit import FitQuality, FitState, NonNegativeFit
+from headwater.perf.peers import Peers
+from headwater.perf.prior import NUM_FIRST, USUAL, StepPredictor, believe
+from headwater.perf.shape import StepShape as StepShape
 from headwater.protocol.events import StepTiming
 
 _STEP_SCALES = (1.0, 1.0, 1e3, 1e6, 1.0, 1e1, 1e5)
 _LINK_SCALES = (1.0, 1e6)
-_FACTOR_SHRINK_SAMPLES = 2000.0
-_FACTOR_DEAD_ZONE = 0.05
-_FACTOR_MEMORY = 1.0 / 1000.0
-_FACTOR_LIMIT = math.log(4.0)
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """What is in one engine step."""
-
-    prefill_tokens: float = 0.0
-    prefill_pairs: float = 0.0
-    """Sum over new tokens of the tokens each attends to."""
-    decode_sequences: float = 0.0
-    decode_context_tokens: float = 0.0
-
-    def features(self) -> tuple[float, ...]:
-        return (
-            1.0,
-            1.0 if self.prefill_tokens > 0 else 0.0,
-            self.prefill_tokens,
-            self.prefill_pairs,
-            1.0 if self.decode_sequences > 0 else 0.0,
-            self.decode_sequences,
-            self.decode_context_tokens,
-        )
 
 
 class PerfState(msgspec.Struct, frozen=True):
@@ -57,23 +33,31 @@ class PerfState(msgspec.Struct, frozen=True):
     links: dict[str, FitState]
 
 
-@dataclass(slots=True)
-class _WorkerFactor:
-    mean_log: float = 0.0
-    num_samples: float = 0.0
-
-
 class StepModel:
-    """Step times of one class: a hardware class together with a model."""
+    """Step times of one class: a hardware class together with a model. `expected`: what is thought of such a class;
+    its proportions hold until measurements say more."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: StepPredictor = USUAL) -> None:
         self._fit = NonNegativeFit(_STEP_SCALES)
+        self.expected = expected
+        self._first: list[tuple[StepShape, float]] | None = []
+        """The first samples; None once they are many."""
 
     def observe(self, shape: StepShape, duration_ms: float) -> None:
-        self._fit.observe(shape.features(), duration_ms)
+        if not 0.0 < duration_ms < math.inf:
+            return
+        if self._first is None:
+            self._fit.observe(shape.features(), duration_ms)
+            return
+        self._first.append((shape, duration_ms))
+        self._fit = NonNegativeFit(_STEP_SCALES)
+        believe(self._fit, self._first, self.expected)
+        if len(self._first) >= NUM_FIRST:
+            self._first = None
 
     def believe(self, samples: Iterable[tuple[StepShape, float]], weight: float) -> None:
-        """Prior knowledge as expected durations, together worth `weight` samples."""
+        """Prior knowledge as expected durations, level included, together worth `weight` samples."""
+        self._first = None
         samples = list(samples)
         for shape, duration_ms in samples:
             self._fit.observe_prior(shape.features(), duration_ms, weight / len(samples))
@@ -102,6 +86,11 @@ class StepModel:
         """c0 to c6 of the module docstring."""
         return self._fit.coefficients
 
+    @property
+    def num_samples(self) -> float:
+        """Effective: faded, weighted."""
+        return self._fit.num_samples
+
     def quality(self) -> FitQuality:
         return self._fit.quality()
 
@@ -109,6 +98,7 @@ class StepModel:
         return self._fit.state()
 
     def merge(self, state: FitState) -> None:
+        self._first = None
         self._fit.merge(state)
 
 
@@ -117,8 +107,8 @@ class PerfModel:
 
     def __init__(self) -> None:
         self._steps: dict[str, StepModel] = {}
+        self._peers: dict[str, Peers] = {}
         self._links: dict[str, NonNegativeFit] = {}
-        self._factors: dict[str, _WorkerFactor] = {}
 
     # Steps
 
@@ -129,44 +119,35 @@ class PerfModel:
             model = self._steps[hardware] = StepModel()
         return model
 
+    def peers(self, hardware: str) -> Peers:
+        """How the workers of a class compare."""
+        peers = self._peers.get(hardware)
+        if peers is None:
+            peers = self._peers[hardware] = Peers()
+        return peers
+
     def observe_step(self, hardware: str, worker: str, timing: StepTiming) -> None:
+        """Take in one step; only the worker's own standing if it is an odd one out of its class."""
         shape = StepShape(
             timing.num_prefill_tokens,
             timing.num_prefill_context_tokens,
             timing.num_decode_sequences,
             timing.num_decode_context_tokens,
         )
-        model = self.steps(hardware)
+        model, peers = self.steps(hardware), self.peers(hardware)
         expected_ms = model.step_ms(shape)
-        if expected_ms > 0 and timing.duration_ms > 0:
-            self._observe_factor(worker, math.log(timing.duration_ms / expected_ms))
+        if expected_ms > 0 and 0 < timing.duration_ms < math.inf:
+            peers.note(worker, math.log(timing.duration_ms / expected_ms))
+            if peers.model_is_wrong:
+                peers.start_over()
+                model = self._steps[hardware] = StepModel(model.expected)
+            if peers.is_odd(worker):
+                return
         model.observe(shape, timing.duration_ms)
 
-    def worker_factor(self, worker: str) -> float:
-        """How much slower than its class a worker is; 1 until the evidence is strong and the gap is real."""
-        factor = self._factors.get(worker)
-        if factor is None:
-            return 1.0
-        shrunk = factor.mean_log * factor.num_samples / (factor.num_samples + _FACTOR_SHRINK_SAMPLES)
-        return math.exp(shrunk) if abs(shrunk) > _FACTOR_DEAD_ZONE else 1.0
-
-    def disagreement(self) -> float:
-        """Spread of the workers' measured speeds: the width below which price differences mean nothing."""
-        logs = [factor.mean_log for factor in self._factors.values() if factor.num_samples >= 50]
-        if len(logs) < 2:
-            return 0.0
-        mean = sum(logs) / len(logs)
-        return math.sqrt(sum((value - mean) ** 2 for value in logs) / len(logs))
-
-    def forget_worker(self, worker: str) -> None:
-        self._factors.pop(worker, None)
-
-    def _observe_factor(self, worker: str, log_ratio: float) -> None:
-        factor = self._factors.setdefault(worker, _WorkerFactor())
-        clipped = max(-_FACTOR_LIMIT, min(_FACTOR_LIMIT, log_ratio))
-        factor.num_samples += 1.0
-        memory = max(_FACTOR_MEMORY, 1.0 / factor.num_samples)
-        factor.mean_log += memory * (clipped - factor.mean_log)
+    def forget_worker(self, hardware: str, worker: str) -> None:
+        if hardware in self._peers:
+            self._peers[hardware].forget(worker)
 
     # Links
 

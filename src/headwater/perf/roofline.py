@@ -10,10 +10,10 @@ replace them.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Protocol
 
 from headwater.errors import ConfigError
-from headwater.perf.model import StepShape
+from headwater.perf.prior import StepPredictor as StepPredictor
+from headwater.perf.shape import StepShape
 
 _COMPUTE_EFFICIENCY = 0.55
 _MEMORY_EFFICIENCY = 0.75
@@ -132,10 +132,6 @@ class Roofline:
         moved = 2 * tokens * self.model.num_heads * self.model.head_dim * 2
         per_reduce_ms = moved / (self.device.link_gb_per_s * 1e9 * _LINK_EFFICIENCY) * 1e3 + _ALL_REDUCE_LATENCY_MS
         return _STEP_OVERHEAD_MS + 2 * self.model.num_layers * per_reduce_ms
-
-
-class StepPredictor(Protocol):
-    def step_ms(self, shape: StepShape) -> float: ...
 
 
 def prior_samples(steps: StepPredictor, *, max_batched_tokens: int = 8192) -> list[tuple[StepShape, float]]:

@@ -20,9 +20,10 @@ worker time grows with churn: what a new block displaces is worth something only
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from headwater.errors import ConfigError
+from headwater.perf.prior import USUAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,12 @@ class StepCosts:
     spread: float = 0.0
     """How far apart workers of the class measure, relative: smaller differences of a price mean nothing."""
 
+    @classmethod
+    def of(cls, coefficients: Sequence[float], chunk_tokens: int, spread: float = 0.0) -> Self:
+        """From c0 to c6 of the learned model."""
+        step, prefill, per_token, per_pair, decode, per_sequence, per_context = coefficients
+        return cls(step + prefill, per_token, per_pair, step + decode, per_sequence, per_context, chunk_tokens, spread)
+
     def prefill_ms(self, tokens: float, pairs: float) -> float:
         """Time of prefilling `tokens` that attend to `pairs`, in full chunks."""
         if tokens <= 0:
@@ -95,16 +102,8 @@ class StepCosts:
         return self.decode_step_ms + self.decode_sequence_ms * sequences + self.decode_context_token_ms * context_tokens
 
 
-UNKNOWN = StepCosts(
-    prefill_step_ms=10.0,
-    prefill_token_ms=0.02,
-    prefill_pair_ms=1e-6,
-    decode_step_ms=6.0,
-    decode_sequence_ms=0.05,
-    decode_context_token_ms=5e-5,
-    chunk_tokens=2048,
-)
-"""About a 70B model on one server, for workers that no step time is known of: only ratios matter."""
+UNKNOWN = StepCosts.of(USUAL.coefficients, chunk_tokens=2048)
+"""For workers that no step time is known of."""
 
 
 class Occupied(Protocol):

@@ -17,7 +17,6 @@ from headwater.protocol.cluster import Instance
 from headwater.protocol.events import EventSnapshot, LoadReport, WorkerEvent
 from headwater.router.foreign import Both, Foreign, foreign_work
 from headwater.router.price import UNKNOWN, Occupancy, StepCosts, prefill_pairs
-from headwater.router.prior import believe
 from headwater.router.request import RouteRequest
 from headwater.router.residency import Residency
 from headwater.types import WorkerId
@@ -180,7 +179,7 @@ class ClusterView:
         if worker is not None:
             self._end_life(worker)
             self.residency.remove_worker(worker_id)
-            self.perf.forget_worker(worker_id)
+            self.perf.forget_worker(time_class(worker.instance), worker_id)
 
     def set_connected(self, worker_id: str, connected: bool) -> None:
         """A worker can be reached from now on, or no longer; what was booked on a lost one is void."""
@@ -328,33 +327,24 @@ class ClusterView:
 
     def _learn_times(self, worker: WorkerView, load: LoadReport) -> None:
         """A few steps of each report are enough, and fewer once the class is well known."""
-        hardware = time_class(worker.instance)
-        model = self.perf.steps(hardware)
         if not load.timings:
             return
-        if model.quality().num_samples == 0:
-            believe(model, load.timings[0])
+        hardware = time_class(worker.instance)
+        model = self.perf.steps(hardware)
         self._observations += 1
-        if model.quality().num_samples > _WELL_KNOWN_SAMPLES and self._observations % _WELL_KNOWN_STRIDE:
+        if model.num_samples > _WELL_KNOWN_SAMPLES and self._observations % _WELL_KNOWN_STRIDE:
             return
         for timing in load.timings[-_TIMINGS_PER_REPORT:]:
             self.perf.observe_step(hardware, worker.worker_id, timing)
+        model = self.perf.steps(hardware)
         self.set_costs(hardware, model, worker.instance.max_num_batched_tokens)
-        worker.speed_factor = self.perf.worker_factor(worker.worker_id)
+        worker.speed_factor = self.perf.peers(hardware).factor(worker.worker_id)
         worker.refresh()
 
     def set_costs(self, hardware: str, model: StepModel, chunk_tokens: int) -> None:
         """Let all workers of a class be priced by this model."""
-        step, prefill, per_token, per_pair, decode, per_sequence, per_context = model.coefficients
-        costs = StepCosts(
-            prefill_step_ms=step + prefill,
-            prefill_token_ms=per_token,
-            prefill_pair_ms=per_pair,
-            decode_step_ms=step + decode,
-            decode_sequence_ms=per_sequence,
-            decode_context_token_ms=per_context,
-            chunk_tokens=chunk_tokens or UNKNOWN.chunk_tokens,
-            spread=self.perf.disagreement(),
+        costs = StepCosts.of(
+            model.coefficients, chunk_tokens or UNKNOWN.chunk_tokens, self.perf.peers(hardware).disagreement()
         )
         self._costs[hardware] = costs
         for worker in self._workers.values():

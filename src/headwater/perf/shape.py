@@ -1,0 +1,23 @@
+"""What is in one engine step."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    prefill_tokens: float = 0.0
+    prefill_pairs: float = 0.0
+    """Sum over new tokens of the tokens each attends to."""
+    decode_sequences: float = 0.0
+    decode_context_tokens: float = 0.0
+
+    def features(self) -> tuple[float, ...]:
+        return (
+            1.0,
+            1.0 if self.prefill_tokens > 0 else 0.0,
+            self.prefill_tokens,
+            self.prefill_pairs,
+            1.0 if self.decode_sequences > 0 else 0.0,
+            self.decode_sequences,
+            self.decode_context_tokens,
+        )
