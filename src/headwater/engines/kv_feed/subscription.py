@@ -28,6 +28,7 @@ _MAX_KEPT = 10_000
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 _SUBSCRIBE = int(zmq.SUBSCRIBE)
 _IPV6 = int(zmq.IPV6)
+_WILDCARDS = ("://*:", "://0.0.0.0:", "://[::]:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,14 @@ class FeedAddress:
     endpoint: str
     topic: str = ""
     replay_endpoint: str | None = None
+    dials: bool = False
+    """The publisher may be the one that dials: we listen there, unless somebody does already."""
+
+    @classmethod
+    def published(cls, endpoint: str, topic: str, replay_endpoint: str | None, host: str) -> "FeedAddress":
+        """From what an engine on `host` was configured with: it listens at wildcards, and dials what has a host."""
+        dials = endpoint.startswith("tcp://") and not any(wildcard in endpoint for wildcard in _WILDCARDS)
+        return cls(_dialled(endpoint, host), topic, _dialled(replay_endpoint, host) if replay_endpoint else None, dials)
 
 
 class FeedSink(Protocol):
@@ -129,7 +138,8 @@ class Feed:
         limits = Limits()
         self._sub = context.socket(SUB, limits, _MAX_MESSAGE_BYTES)
         self._sub.set(_SUBSCRIBE, address.topic.encode())
-        _connect(self._sub, address.endpoint)
+        if not (address.dials and _listen(self._sub, address.endpoint)):
+            _connect(self._sub, address.endpoint)
         self._dealer = None
         if address.replay_endpoint is not None:
             self._dealer = context.socket(DEALER, limits, _MAX_MESSAGE_BYTES)
@@ -193,3 +203,19 @@ def _connect(socket: RawSocket, endpoint: str) -> None:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(f"the KV events at {endpoint!r} cannot be dialled: {error}") from error
+
+
+def _listen(socket: RawSocket, endpoint: str) -> bool:
+    """False when the address is taken, by the publisher itself, or is not of this host."""
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError:
+        return False
+    return True
+
+
+def _dialled(endpoint: str, host: str) -> str:
+    host = f"[{host}]" if ":" in host else host
+    for wildcard in _WILDCARDS:
+        endpoint = endpoint.replace(wildcard, f"://{host}:")
+    return endpoint

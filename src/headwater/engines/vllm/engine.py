@@ -139,7 +139,7 @@ class VllmEngine(ExternalEngine):
             return
         self._zmq = ZmqContext()
         for source in published:
-            address = FeedAddress(source.endpoint, source.topic, source.replay_endpoint)
+            address = FeedAddress.published(source.endpoint, source.topic, source.replay_endpoint, "127.0.0.1")
             self._feeds.append(Feed(self._zmq, address, self))
 
     # ---- work

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from headwater.engines.attached.dialects.base import Description, ServerLoad
-from headwater.engines.attached.http import Server
+from headwater.engines.attached.http import Server, error_for
 from headwater.engines.attached.prometheus import samples, sums
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.errors import EngineFailed, InvalidRequest, WorkerLost
@@ -149,8 +149,8 @@ class VllmReader:
         except msgspec.MsgspecError as error:
             raise WorkerLost(f"the attached server sent what is no completion: {error}") from error
         if chunk.error is not None:
-            said = chunk.error.get("message") if isinstance(chunk.error, dict) else chunk.error
-            raise WorkerLost(f"the attached server failed: {said}")
+            code = chunk.error.get("code") if isinstance(chunk.error, dict) else None
+            raise error_for(code if isinstance(code, int) else 500, event, {})
         if not chunk.choices:
             return None
         return self._output(chunk.choices[0], chunk.usage)
@@ -212,24 +212,9 @@ def _whole(labels: Mapping[str, str], name: str) -> int | None:
 
 
 def _feeds(server: Server, sources: Any) -> list[FeedAddress]:
-    """A `*` is where the server is, as seen from here."""
     host = urlsplit(server.address.url).hostname or "127.0.0.1"
-    host = f"[{host}]" if ":" in host else host
-    found = []
-    for source in sources.values() if isinstance(sources, dict) else ():
-        if source.get("publisher") == "zmq" and source.get("enable_kv_cache_events", True):
-            replay = source.get("replay_endpoint")
-            found.append(
-                FeedAddress(
-                    _dialled(source["endpoint"], host),
-                    source.get("topic", ""),
-                    _dialled(replay, host) if replay else None,
-                )
-            )
-    return found
-
-
-def _dialled(endpoint: str, host: str) -> str:
-    for wildcard in ("://*:", "://0.0.0.0:", "://[::]:"):
-        endpoint = endpoint.replace(wildcard, f"://{host}:")
-    return endpoint
+    return [
+        FeedAddress.published(source["endpoint"], source.get("topic", ""), source.get("replay_endpoint"), host)
+        for source in (sources.values() if isinstance(sources, dict) else ())
+        if source.get("publisher") == "zmq" and source.get("enable_kv_cache_events", True)
+    ]
