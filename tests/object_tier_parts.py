@@ -17,6 +17,6 @@ def flip_payload_bit(tier: ObjectTier, block_id: bytes) -> None:
     assert found is not None
     run, index = found
     key = run.shape.key(run.name)
-    body = bytearray(obstore.get(tier._bucket._store, key).bytes())
+    body = bytearray(obstore.get(tier._bucket._open.writing, key).bytes())
     body[run.shape.payload_offset(index)] ^= 1
-    obstore.put(tier._bucket._store, key, bytes(body), use_multipart=False)
+    obstore.put(tier._bucket._open.writing, key, bytes(body), use_multipart=False)

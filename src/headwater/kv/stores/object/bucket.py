@@ -22,8 +22,9 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
-from headwater.errors import TierUnavailable
+from headwater.errors import StoreClosed, TierUnavailable
 from headwater.kv.stores.breaker import Breaker
+from headwater.kv.stores.object.connect import Clients
 from headwater.kv.stores.object.options import SETTING
 
 _log = logging.getLogger(__name__)
@@ -80,27 +81,40 @@ class Listed:
 class Bucket:
     """See the module docstring."""
 
-    def __init__(self, store: Any, url: str, breaker: Breaker, *, connections: int, timeout_s: float) -> None:
+    def __init__(self, clients: Clients, url: str, breaker: Breaker, *, connections: int, timeout_s: float) -> None:
         self.counts = BucketCounts()
         self.breaker = breaker
         self.url = url
-        self._store = store
+        self._clients: Clients | None = clients
+        self._hint: str | None = None
         self._connections = asyncio.Semaphore(connections)
         self._timeout_s = timeout_s
 
+    def unavailable(self) -> TierUnavailable:
+        """Why nobody asks at present."""
+        reason = self.breaker.reason or "has not answered yet"
+        retry_after_s = max(0.1, self.breaker.retry_after_s())
+        return TierUnavailable(f"{self.url}: {reason}", retry_after_s=retry_after_s, hint=self._hint)
+
     def close(self) -> None:
         """Idle connections end with the client."""
-        self._store = None
+        self._clients = None
+
+    @property
+    def _open(self) -> Clients:
+        if self._clients is None:
+            raise StoreClosed("the object tier is closed")
+        return self._clients
 
     async def exists(self, key: str) -> bool:
         self.counts.heads += 1
-        found = await self._ask(lambda: obstore.head_async(self._store, key))
+        found = await self._ask(lambda: obstore.head_async(self._open.reading, key))
         return found is not None
 
     async def read(self, key: str) -> tuple[memoryview, dict[str, str]] | None:
         """A small object and what names this version of it."""
         self.counts.gets += 1
-        found = await self._ask(lambda: obstore.get_async(self._store, key))
+        found = await self._ask(lambda: obstore.get_async(self._open.reading, key))
         if found is None:
             return None
         body = memoryview(await self._ask(found.bytes_async) or b"")
@@ -114,7 +128,7 @@ class Bucket:
         self.counts.gets += 1
         starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
         found = await self._ask(
-            lambda: obstore.get_ranges_async(self._store, key, starts=starts, ends=ends, coalesce=join_within)
+            lambda: obstore.get_ranges_async(self._open.reading, key, starts=starts, ends=ends, coalesce=join_within)
         )
         if found is None:
             return None
@@ -127,7 +141,7 @@ class Bucket:
         self.counts.puts += 1
         try:
             await self._ask(
-                lambda: obstore.put_async(self._store, key, iter(parts), mode="create", use_multipart=False),
+                lambda: obstore.put_async(self._open.writing, key, iter(parts), mode="create", use_multipart=False),
                 missing_is_failure=True,
             )
         except AlreadyExistsError:
@@ -141,7 +155,7 @@ class Bucket:
         mode: Any = version or "create"
         try:
             result = await self._ask(
-                lambda: obstore.put_async(self._store, key, body, mode=mode, use_multipart=False),
+                lambda: obstore.put_async(self._open.writing, key, body, mode=mode, use_multipart=False),
                 missing_is_failure=True,
             )
         except (AlreadyExistsError, PreconditionError):
@@ -152,14 +166,14 @@ class Bucket:
     async def delete(self, keys: Sequence[str]) -> None:
         """Those that are not there are no matter."""
         self.counts.deletes += 1
-        deleted = await self._ask(lambda: _delete(self._store, list(keys)))
+        deleted = await self._ask(lambda: _delete(self._open.writing, list(keys)))
         if deleted is None and len(keys) > 1:  # a bulk request stops telling at the first that is missing
             for key in keys:
-                await self._ask(lambda key=key: _delete(self._store, [key]))  # type: ignore[misc]
+                await self._ask(lambda key=key: _delete(self._open.writing, [key]))  # type: ignore[misc]
 
     async def list(self, folder: str) -> AsyncIterator[list[Listed]]:
         """For upkeep only: nothing that serves a request lists."""
-        stream = obstore.list(self._store, folder, chunk_size=_LIST_CHUNK).__aiter__()
+        stream = obstore.list(self._open.reading, folder, chunk_size=_LIST_CHUNK).__aiter__()
         while True:
             self.counts.lists += 1
             chunk = await self._ask(lambda: _next(stream))
@@ -173,9 +187,7 @@ class Bucket:
         """The answer, or None if the object is not there."""
         async with self._connections:
             if not self.breaker.allow():
-                raise TierUnavailable(
-                    f"{self.url}: {self.breaker.reason}", retry_after_s=max(0.1, self.breaker.retry_after_s())
-                )
+                raise self.unavailable()
             try:
                 async with asyncio.timeout(self._timeout_s):
                     answer = await request()
@@ -205,6 +217,7 @@ class Bucket:
 
     def _failed(self, error: Exception) -> TierUnavailable:
         reason, hint = self._explain(error)
+        self._hint = hint
         self.counts.failures += 1
         if self.breaker.fail(reason, hopeless=hint is not None):
             _log.error(

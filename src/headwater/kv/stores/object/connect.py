@@ -3,7 +3,7 @@ identity; a named AWS profile needs boto3."""
 
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
@@ -12,27 +12,18 @@ from headwater.errors import ConfigError
 from headwater.kv.stores.object.options import SETTING, ObjectOptions
 
 
-def connect(options: ObjectOptions) -> Any:
+class Clients(NamedTuple):
+    """Two for one bucket: a stalled read shows at once, while a write may take as long as its body takes to send."""
+
+    reading: Any
+    writing: Any
+
+
+def connect(options: ObjectOptions) -> Clients:
     """Opens no connection yet. Raises `ConfigError`."""
-    shared: dict[str, Any] = {
-        "prefix": options.prefix or None,
-        "client_options": _client(options),
-        "retry_config": {
-            "max_retries": options.retries,
-            "retry_timeout": timedelta(seconds=options.request_timeout_s),
-            "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2)},
-        },
-    }
     try:
-        match options.scheme:
-            case "s3":
-                return S3Store(options.bucket, **shared | _s3(options))
-            case "az":
-                return AzureStore(
-                    options.bucket, **shared | _set(endpoint=options.endpoint, account_name=options.account)
-                )
-            case _:
-                return GCSStore(options.bucket, **shared | _set(base_url=options.endpoint))
+        stall = {"read_timeout": timedelta(seconds=options.stall_timeout_s)}
+        return Clients(_client(options, stall), _client(options, {}))
     except (BaseError, ValueError, OSError) as error:
         raise ConfigError(
             f"{SETTING} {options.url}: {str(error).splitlines()[0]}",
@@ -40,13 +31,29 @@ def connect(options: ObjectOptions) -> Any:
         ) from None
 
 
-def _client(options: ObjectOptions) -> dict[str, Any]:
-    return {
-        "allow_http": options.endpoint.startswith("http://"),
-        "connect_timeout": timedelta(seconds=options.connect_timeout_s),
-        "read_timeout": timedelta(seconds=options.stall_timeout_s),
-        "timeout": timedelta(seconds=options.request_timeout_s),
+def _client(options: ObjectOptions, timeouts: dict[str, Any]) -> Any:
+    settings: dict[str, Any] = {
+        "prefix": options.prefix or None,
+        "client_options": {
+            "allow_http": options.endpoint.startswith("http://"),
+            "connect_timeout": timedelta(seconds=options.connect_timeout_s),
+            "timeout": timedelta(seconds=options.request_timeout_s),
+            **timeouts,
+        },
+        "retry_config": {
+            "max_retries": options.retries,
+            "retry_timeout": timedelta(seconds=options.request_timeout_s),
+            "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2)},
+        },
     }
+    match options.scheme:
+        case "s3":
+            return S3Store(options.bucket, **settings | _s3(options))
+        case "az":
+            account = _set(endpoint=options.endpoint, account_name=options.account)
+            return AzureStore(options.bucket, **settings | account)
+        case _:
+            return GCSStore(options.bucket, **settings | _set(base_url=options.endpoint))
 
 
 def _s3(options: ObjectOptions) -> dict[str, Any]:

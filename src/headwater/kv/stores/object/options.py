@@ -45,7 +45,7 @@ class ObjectOptions:
     connections: int = 16
     connect_timeout_s: float = 2.0
     stall_timeout_s: float = 3.0
-    """A connection without a byte for so long is given up."""
+    """A read without a byte for so long is given up."""
     request_timeout_s: float = 10.0
     retries: int = 3
     lookup_timeout_s: float = 1.0

@@ -22,7 +22,7 @@ from headwater.kv.stores.base import Absent, Kept, TierEvent, TierUsage
 from headwater.kv.stores.breaker import Breaker
 from headwater.kv.stores.object.bucket import Bucket, BucketCounts
 from headwater.kv.stores.object.catalogue import Catalogue
-from headwater.kv.stores.object.connect import connect
+from headwater.kv.stores.object.connect import Clients, connect
 from headwater.kv.stores.object.options import ObjectOptions
 from headwater.kv.stores.object.reading import Reader
 from headwater.kv.stores.object.upkeep import Upkeep
@@ -42,7 +42,7 @@ class ObjectTier:
         self.tier: Tier = "object"
         self._catalogue = Catalogue(options)
         self._bucket = Bucket(
-            store if store is not None else connect(options),
+            connect(options) if store is None else Clients(store, store),
             options.url,
             Breaker(clock, chance),
             connections=options.connections,

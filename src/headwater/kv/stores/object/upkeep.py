@@ -63,12 +63,13 @@ class Upkeep:
         """Wait until it is known what this node owns; raises `TierUnavailable`."""
         if self._loaded.is_set():
             return
+        if not self._bucket.breaker.closed:
+            raise self._bucket.unavailable()
         try:
             async with asyncio.timeout(self._catalogue.options.request_timeout_s):
                 await self._loaded.wait()
         except TimeoutError:
-            reason = self._bucket.breaker.reason or "the ledger could not be read yet"
-            raise TierUnavailable(f"{self._bucket.url}: {reason}") from None
+            raise self._bucket.unavailable() from None
 
     # The ledger
 
