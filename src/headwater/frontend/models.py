@@ -63,6 +63,8 @@ class ModelSet(Generic[ModelT]):
         self._catalogue: dict[str, ModelCard] = {}
         self._entries: dict[str, _Entry[ModelT]] = {}
         self._current: dict[str, _Entry[ModelT]] = {}
+        self.relays = False
+        """Whether any model is relayed."""
         self.synced = False
         """Whether the registry has told all it knew when we began to listen."""
 
@@ -151,6 +153,7 @@ class ModelSet(Generic[ModelT]):
             best = max(fingerprints, key=lambda f: self._preference(f, catalogued, live))
             current[name] = self._entries[best]
         self._current = current
+        self.relays = any(entry.card.relayed for entry in current.values())
 
     async def close(self) -> None:
         tasks = [entry.task for entry in self._entries.values() if entry.task is not None]

@@ -33,7 +33,7 @@ from headwater.frontend.http.limits import HttpLimits
 from headwater.frontend.http.server import HttpServer
 from headwater.frontend.metrics import FrontendMetrics, MetricsPage
 from headwater.frontend.models import ModelSet
-from headwater.frontend.openai.serving import ServedModel, build_model, openai_routes
+from headwater.frontend.openai.serving import RelayedModel, ServedModel, build_model, openai_routes
 from headwater.frontend.records import OpenRequests
 from headwater.frontend.request_log import RequestLog
 from headwater.frontend.routes import Route
@@ -92,7 +92,7 @@ class Frontend:
             notes=self._request_log,
         )
         build = partial(build_model, tokenizer_backend=config.frontend.tokenizer_backend)
-        self.models: ModelSet[ServedModel] = ModelSet(self.view, build, ArtifactCache(cache_folder), on_built)
+        self.models: ModelSet[ServedModel | RelayedModel] = ModelSet(self.view, build, ArtifactCache(cache_folder), on_built)
         self.cluster = Cluster(
             registry,
             lambda address: planes.link(address, frontend_id),

@@ -28,13 +28,13 @@ from headwater.router.decisions import DecisionRecord
 KEEPALIVE_S = 5.0
 """Silence after which a stream says that it is alive (and commits to status 200)."""
 
-_STREAM_HEADERS: Headers = (
+STREAM_HEADERS: Headers = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-_DONE = b"data: [DONE]\n\n"
-_KEEPALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+KEEPALIVE = b": keep-alive\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class StreamAnswer(Answer):
     def write(self, data: bytes) -> None:
         if not self._started:
             self._started = True
-            self._responder.start(200, _STREAM_HEADERS)
+            self._responder.start(200, STREAM_HEADERS)
             data = self._annotations() + data
         self._responder.write(data)
 
@@ -231,7 +231,7 @@ class StreamAnswer(Answer):
             return
         if generation.stream_options.include_usage:
             data += generation.format.usage_event(self.usage(), self._extension(last=True))
-        self.write(data + _DONE)
+        self.write(data + DONE)
         self._end()
         self._responder.finish()
 
@@ -245,14 +245,14 @@ class StreamAnswer(Answer):
         if not self._started:
             self._responder.send(reply.status, reply.headers, reply.body)
             return
-        self._responder.write(b"data: " + reply.body + b"\n\n" + _DONE)
+        self._responder.write(b"data: " + reply.body + b"\n\n" + DONE)
         self._responder.finish()
 
     def _keep_alive(self) -> None:
         """A comment that clients skip, so that proxies do not take a long silence for a dead connection."""
         num_tokens = sum(sink.text.num_tokens for sink in self._sinks)
         if num_tokens == self._num_tokens_seen:
-            self.write(_KEEPALIVE)
+            self.write(KEEPALIVE)
         self._num_tokens_seen = num_tokens
         self._keepalive = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._keep_alive)
 

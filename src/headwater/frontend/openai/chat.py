@@ -9,7 +9,7 @@ from headwater.frontend.openai.fields import CHAT_UNSUPPORTED
 from headwater.frontend.openai.generation import Generation
 from headwater.frontend.openai.logprobs import LogprobWriter
 from headwater.frontend.openai.messages import num_content_chars, template_messages
-from headwater.frontend.openai.model import ModelLookup, ServedModel
+from headwater.frontend.openai.model import ModelLookup, ServedModel, served
 from headwater.frontend.openai.parse import Plain, Shape, parse_body, short_json
 from headwater.frontend.openai.preparation import Asker, stream_options
 from headwater.frontend.openai.sampling import (
@@ -35,7 +35,7 @@ def prepare_chat(body: bytes, models: ModelLookup, asker: Asker, *, strict: bool
     """Raises `RequestError` and `Unavailable`. Safe to run in a thread."""
     parsed = parse_body(CHAT, body, strict=strict)
     fields = parsed.fields
-    model = models.get(fields.model)
+    model = served(models, fields.model)
     options = stream_options(fields)
     num_top = _num_top_logprobs(fields)
     tools = tool_use(fields, model, structured_spec(fields))

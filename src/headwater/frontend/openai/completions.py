@@ -5,7 +5,7 @@ from headwater.frontend.openai.completion_format import CompletionFormat, Comple
 from headwater.frontend.openai.fields import COMPLETION_UNSUPPORTED
 from headwater.frontend.openai.generation import Generation
 from headwater.frontend.openai.logprobs import LogprobWriter
-from headwater.frontend.openai.model import ModelLookup, ServedModel
+from headwater.frontend.openai.model import ModelLookup, ServedModel, served
 from headwater.frontend.openai.parse import Shape, parse_body
 from headwater.frontend.openai.preparation import Asker, stream_options
 from headwater.frontend.openai.sampling import (
@@ -28,7 +28,7 @@ def prepare_completion(body: bytes, models: ModelLookup, asker: Asker, *, strict
     """Raises `RequestError` and `Unavailable`. Safe to run in a thread."""
     parsed = parse_body(COMPLETION, body, strict=strict)
     fields = parsed.fields
-    model = models.get(fields.model)
+    model = served(models, fields.model)
     options = stream_options(fields)
     structured = structured_spec(fields)
     logprobs = _logprob_writer(fields, model)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headwater.clock import Clock, RealClock
-from headwater.errors import ModelError
+from headwater.errors import InvalidRequest, ModelError
 from headwater.frontend.postprocess.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from headwater.frontend.postprocess.token_table import TokenTable
 from headwater.frontend.postprocess.tools import ToolFormat, detect_tool_format
@@ -32,11 +32,31 @@ _CONTEXT_TOKENS = 6
 class ModelLookup(Protocol):
     """The models that can be asked for now."""
 
-    def get(self, name: str) -> "ServedModel":
+    @property
+    def relays(self) -> bool:
+        """Whether any of them is relayed."""
+        ...
+
+    def get(self, name: str) -> "ServedModel | RelayedModel":
         """By any of its served names. Raises `ModelNotFound`, or `NoWorkers` for what cannot be served now."""
         ...
 
-    def all(self) -> "Sequence[ServedModel]": ...
+    def all(self) -> "Sequence[ServedModel | RelayedModel]": ...
+
+
+class RelayedModel:
+    """A model whose requests and answers pass as they are."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self.card = card
+
+
+def served(models: ModelLookup, name: str) -> "ServedModel":
+    """A model with a tokenizer here. Raises `InvalidRequest` for a relayed one, and what `get` raises."""
+    model = models.get(name)
+    if isinstance(model, RelayedModel):
+        raise InvalidRequest(f"{name} is relayed to a server of its own, which does not offer this", param="model")
+    return model
 
 
 class ServedModel:
@@ -95,11 +115,13 @@ def build_model(
     *,
     tokenizer_backend: Backend = "auto",
     clock: Clock | None = None,
-) -> ServedModel:
+) -> ServedModel | RelayedModel:
     """From the files that a worker's model card names. Takes a second at most; run it in a thread.
 
     Raises `ModelError` when they do not make a tokenizer. Without a chat template the model is served without chat.
     """
+    if card.relayed:
+        return RelayedModel(card)
     data = artifacts.get(TOKENIZER_FILE)
     if data is None:
         raise ModelError(f"model {card.name} comes without {TOKENIZER_FILE}")

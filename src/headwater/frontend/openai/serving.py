@@ -23,12 +23,13 @@ from headwater.frontend.openai.answers import ModelAnswer, ModelList
 from headwater.frontend.openai.chat import prepare_chat
 from headwater.frontend.openai.completions import prepare_completion
 from headwater.frontend.openai.generation import Generation
-from headwater.frontend.openai.model import ModelLookup, ServedModel, build_model
+from headwater.frontend.openai.model import ModelLookup, RelayedModel, ServedModel, build_model
 from headwater.frontend.openai.openapi import docs_page, openapi_document
 from headwater.frontend.openai.preparation import Asker
+from headwater.frontend.openai.relay import RelayAnswer, relayed_model
 from headwater.frontend.openai.tokens import detokenize, tokenize
 
-__all__ = ["ModelLookup", "Route", "ServedModel", "build_model", "openai_routes"]
+__all__ = ["ModelLookup", "RelayedModel", "Route", "ServedModel", "build_model", "openai_routes"]
 
 INLINE_BODY_BYTES = 32_768
 _THREADS = 2
@@ -116,6 +117,8 @@ class _Api:
         def handle(request: HttpRequest, responder: Responder) -> Awaitable[None] | None:
             since = self._clock.now()
             asker = Asker(request.request_id, self._clock, request.headers, request.principal)
+            if self._models.relays and self._relay(request, responder, asker):
+                return None
             if len(request.body) > INLINE_BODY_BYTES:
                 return in_thread(request, responder, asker, since)
             try:
@@ -138,6 +141,18 @@ class _Api:
                 self._begin(generation, responder, since)
 
         return handle
+
+    def _relay(self, request: HttpRequest, responder: Responder, asker: Asker) -> bool:
+        """Whether the request was for a relayed model, and is taken care of."""
+        try:
+            found = relayed_model(self._models, request.body)
+        except HeadwaterError as error:
+            _send_error(responder, error)
+            return True
+        if found is None:
+            return False
+        RelayAnswer(*found, responder, self._around).begin(request, asker)
+        return True
 
     def document(self, make: Callable[..., msgspec.Struct]) -> Handler:
         """Handler of an endpoint that answers from the model's files alone."""
@@ -173,7 +188,7 @@ class _Api:
         kind(generation, responder, self._around, since).begin()
 
 
-def _describe(model: ServedModel, name: str) -> ModelAnswer:
+def _describe(model: ServedModel | RelayedModel, name: str) -> ModelAnswer:
     card = model.card
     return ModelAnswer(
         id=name,

@@ -3,7 +3,7 @@
 from headwater.errors import ContextTooLong, InvalidRequest
 from headwater.frontend.openai.answers import DetokenizeAnswer, TokenizeAnswer
 from headwater.frontend.openai.chat import prompt_text
-from headwater.frontend.openai.model import ModelLookup, ServedModel
+from headwater.frontend.openai.model import ModelLookup, ServedModel, served
 from headwater.frontend.openai.parse import Plain, Shape, parse_body
 from headwater.frontend.openai.schema import DetokenizeRequest, TokenizeRequest
 from headwater.frontend.preprocess.tokenizer import unpack_ids
@@ -16,7 +16,7 @@ def tokenize(body: bytes, models: ModelLookup, *, strict: bool) -> TokenizeAnswe
     """Ids exactly as a completion with the same prompt or messages would send them. Raises `RequestError`."""
     parsed = parse_body(TOKENIZE, body, strict=strict)
     fields = parsed.fields
-    model = models.get(fields.model)
+    model = served(models, fields.model)
     text, special = _text(fields, parsed.plain, model)
     param = "prompt" if fields.prompt is not None else "messages"
     ids = unpack_ids(model.limits.encode(model.tokenizer, text, param, add_special_tokens=special))
@@ -39,7 +39,7 @@ def _text(fields: TokenizeRequest, plain: Plain, model: ServedModel) -> tuple[st
 def detokenize(body: bytes, models: ModelLookup, *, strict: bool) -> DetokenizeAnswer:
     """The text of ids, special tokens written out. Raises `RequestError`."""
     fields = parse_body(DETOKENIZE, body, strict=strict).fields
-    model = models.get(fields.model)
+    model = served(models, fields.model)
     count, most = len(fields.tokens), model.card.max_model_len
     if count > most:
         raise ContextTooLong(f"tokens has {count:,} ids, the model's context is {most:,}", param="tokens")
