@@ -174,6 +174,7 @@ class Api:
         request_timeout: float = 0.0,
     ) -> None:
         self.models = {name: model for model in models for name in model.card.served_names}
+        self.relays = any(model.card.relayed for model in models)
         self.dispatcher = FakeDispatcher()
         config = FrontendConfig(strict=strict, request_timeout=request_timeout)
         routes = openai_routes(self, self.dispatcher, config, RealClock())
