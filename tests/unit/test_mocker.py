@@ -17,6 +17,7 @@ from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo
 from headwater.engines.mocker.engine import MockerEngine
 from headwater.engines.mocker.executor import MockerExecutor, StepTimes
+from headwater.engines.mocker.marks import KvMarks
 from headwater.engines.mocker.words import Vocabulary, read_vocabulary
 from headwater.errors import InvalidRequest, ModelError
 from headwater.protocol.request import EngineRequest, StructuredSpec
@@ -24,6 +25,7 @@ from headwater.scheduler.plan import Sequence, Slice, StepPlan
 from headwater.weights import ResolvedModel
 
 WORDS = tuple(range(100, 400))
+BLOCKS_EACH = 32
 TIMES = StepTimes(prefill_per_token=0.5, decode_base=4.0, decode_per_sequence=0.25, decode_per_kv_token=0.01)
 
 
@@ -31,11 +33,20 @@ def sequence(one: EngineRequest, generated: Iterable[int] = ()) -> Sequence:
     tokens = array("I", one.prompt)
     num_prompt = len(tokens)
     tokens.extend(generated)
-    return Sequence(one.stream, one, tokens, num_prompt)
+    blocks = list(range(one.stream * BLOCKS_EACH, (one.stream + 1) * BLOCKS_EACH))
+    return Sequence(one.stream, one, tokens, num_prompt, block_table=blocks)
+
+
+def new_executor() -> MockerExecutor:
+    return MockerExecutor(TIMES, WORDS, KvMarks(16 * BLOCKS_EACH, 16), 16)
 
 
 def plan_of(*sequences: Sequence) -> StepPlan:
-    return StepPlan(tuple(Slice(s, s.num_tokens - 1, 1, True) for s in sequences), len(sequences))
+    """All that is not computed yet."""
+    slices = [Slice(s, s.num_computed_tokens, s.num_tokens - s.num_computed_tokens, True) for s in sequences]
+    for one in sequences:
+        one.num_computed_tokens = one.num_tokens
+    return StepPlan(tuple(slices), 0)
 
 
 def generate(executor: MockerExecutor, one: EngineRequest, count: int, generated: Iterable[int] = ()) -> list[int]:
@@ -48,7 +59,7 @@ def generate(executor: MockerExecutor, one: EngineRequest, count: int, generated
 
 
 def test_tokens_follow_from_prompt_seed_and_position_alone() -> None:
-    first, second = MockerExecutor(TIMES, WORDS), MockerExecutor(TIMES, WORDS)
+    first, second = new_executor(), new_executor()
     whole = generate(first, request(1, [1, 2, 3]), 200)
     assert set(whole) <= set(WORDS)
     assert len(set(whole)) > 100
@@ -59,15 +70,32 @@ def test_tokens_follow_from_prompt_seed_and_position_alone() -> None:
 
 
 def test_a_batch_is_what_its_members_are_alone() -> None:
-    executor = MockerExecutor(TIMES, WORDS)
+    executor = new_executor()
     requests = [request(stream, [stream]) for stream in range(1, 4)]
     alone = [generate(executor, one, 1)[0] for one in requests]
     running = [sequence(one) for one in requests]
     for one in running:
         executor.admit(one)
     assert executor.execute(plan_of(*running)).token_ids == alone
-    chunk = StepPlan((Slice(running[0], 0, 0, False), Slice(running[1], 0, 1, True)), 0)
+    chunk = StepPlan((Slice(running[0], 0, 1, False), Slice(running[1], 0, 1, True)), 0)
     assert executor.execute(chunk).token_ids == alone[1:2]
+
+
+def test_kv_that_is_not_what_it_should_be_shows() -> None:
+    prompt = list(range(100, 150))
+    first, second = (KvMarks(64, 16) for _ in range(2))
+    whole = generate(MockerExecutor(TIMES, WORDS, first, 16), request(0, prompt), 20)
+    there, here = first.memory(0, 0), second.memory(0, 0)
+    for block in range(4):
+        here.block(block)[:] = there.block(block)
+    for damaged in (None, 2):
+        if damaged is not None:
+            here.block(damaged)[0] ^= 1
+        moved = sequence(request(0, prompt), whole[:15])
+        moved.num_computed_tokens = moved.num_tokens - 1
+        executor = MockerExecutor(TIMES, WORDS, second, 16)
+        executor.admit(moved)
+        assert (executor.execute(plan_of(moved)).token_ids[0] == whole[15]) == (damaged is None)
 
 
 def test_step_times_add_up() -> None:
@@ -80,7 +108,7 @@ def test_step_times_add_up() -> None:
 
 
 def test_logprobs_are_a_distribution_and_only_for_those_who_ask() -> None:
-    executor = MockerExecutor(TIMES, WORDS)
+    executor = new_executor()
     asked, plain, top_none = sequence(request(1, [1], logprobs=5)), sequence(request(2, [2])), None
     top_none = sequence(request(3, [3], logprobs=0))
     for one in (asked, plain, top_none):
@@ -98,12 +126,13 @@ def test_logprobs_are_a_distribution_and_only_for_those_who_ask() -> None:
     assert sum(math.exp(logprob) for logprob in first.top_logprobs) < 1
     executor.release(asked)
     executor.release(top_none)
+    plain.token_ids.append(result.token_ids[1])
     assert executor.execute(plan_of(plain)).logprobs is None
 
 
 def test_structured_output_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="structured output"):
-        MockerExecutor(TIMES, WORDS).admit(sequence(request(1, [1], structured=StructuredSpec("json_object"))))
+        new_executor().admit(sequence(request(1, [1], structured=StructuredSpec("json_object"))))
 
 
 def tokenizer_json(vocab: Any, added: Iterable[int] = ()) -> bytes:

@@ -56,6 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mocker_decode_base_ms: Annotated[NonNegative, _doc("Mocker: cost of a decode step.")] = 5.0
     mocker_decode_ms_per_sequence: Annotated[NonNegative, _doc("Mocker: added per decoding sequence.")] = 0.05
     mocker_decode_ms_per_kv_token: Annotated[NonNegative, _doc("Mocker: added per token of context.")] = 0.00001
+    mocker_transfer_gb_per_s: Annotated[NonNegative, _doc("Mocker: KV moved between workers; 0: in no time.")] = 25.0
 
 
 class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -92,9 +92,12 @@ class Agent:
         return self._add(buffer, "shared", name=name, block_bytes=block_bytes, access=access)
 
     def register(self, source: Any, *, block_bytes: int = 0, name: str = "", access: Access = "both") -> Region:
-        """Memory with the buffer protocol, a contiguous tensor, or a `Path` to a file of this host."""
+        """Memory with the buffer protocol, a contiguous tensor, a `Path` to a file of this host, or what
+        `headwater.transfer.memory.allocate` gave, which stays the caller's to release after `close`."""
         if isinstance(source, Path):
             return self._add(_file_buffer(source, access), "file", name=name, block_bytes=block_bytes, access=access)
+        if isinstance(source, Buffer):
+            return self._add(source.shared(), "shared", name=name, block_bytes=block_bytes, access=access)
         buffer = buffer_of(source)
         kind = "memory" if buffer.view is not None else "device"
         return self._add(buffer, kind, name=name, block_bytes=block_bytes, access=access)

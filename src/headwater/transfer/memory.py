@@ -34,6 +34,13 @@ class Buffer:
         self.fd = -1
         """A sealed memory file that holds the same bytes from offset 0, or a plain file; -1 if none."""
 
+    def shared(self) -> "Buffer":
+        """Another one on the same memory file, to be released on its own."""
+        other = Buffer(self, None if self.view is None else memoryview(self.view), self.address, self.num_bytes)
+        other.readonly = self.readonly
+        other.fd = os.dup(self.fd)
+        return other
+
     def release(self) -> None:
         """Let the owner go. Idempotent."""
         if self.view is not None:
@@ -62,10 +69,11 @@ def buffer_of(source: Any) -> Buffer:
     return Buffer(None, view, address_of(view), view.nbytes)
 
 
-def allocate(num_bytes: int) -> Buffer:
+def allocate(num_bytes: int, *, lazily: bool = False) -> Buffer:
     """Zeroed memory that peers on this host can map, all of it taken now: none of it can be found missing later.
 
-    It vanishes with the last process that holds it. Raises `TransferRefused` if there is not enough.
+    It vanishes with the last process that holds it. `lazily`: taken page by page as it is written, like any other
+    memory. Raises `TransferRefused` if there is not enough.
     """
     available = available_bytes()
     if not 0 < num_bytes <= available:
@@ -73,7 +81,10 @@ def allocate(num_bytes: int) -> Buffer:
         raise TransferRefused(f"cannot allocate {num_bytes} bytes: {available} are available")
     fd = os.memfd_create("headwater-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(fd, 0, num_bytes)
+        if lazily:
+            os.ftruncate(fd, num_bytes)
+        else:
+            os.posix_fallocate(fd, 0, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return _mapped(fd, num_bytes)
     except OSError as error:

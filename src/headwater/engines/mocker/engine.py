@@ -15,6 +15,7 @@ from headwater.engines.core import BuiltEngine
 from headwater.engines.engine import CoreEngine
 from headwater.engines.loop import InlineLoop
 from headwater.engines.mocker.executor import MockerExecutor, StepTimes
+from headwater.engines.mocker.marks import KvMarks
 from headwater.engines.mocker.words import Vocabulary, read_vocabulary
 from headwater.engines.texts import ModelTexts, model_texts
 from headwater.protocol.cluster import ModelCard
@@ -51,7 +52,14 @@ def _build(config: EngineConfig, progress: ProgressSink) -> BuiltEngine:
         batch_invariant=True,
     )
     progress(Progress("ready", detail=card.name))
-    return BuiltEngine(MockerExecutor(times, vocabulary.words), info)
+    marks = KvMarks(num_blocks, config.block_size)
+    return BuiltEngine(
+        MockerExecutor(times, vocabulary.words, marks, config.block_size),
+        info,
+        kv=marks.memory(
+            _KV_BYTES_PER_TOKEN * config.block_size, 1e9 * config.mocker_transfer_gb_per_s * config.mocker_speedup
+        ),
+    )
 
 
 def _num_blocks(config: EngineConfig) -> int:

@@ -1,8 +1,9 @@
 """Makes up tokens and step times. The token at an output position depends on (prompt, seed, position) alone.
 
-So output is the same whatever the batch, the chunks, preemption or the worker. An end token is never drawn: a sequence
-runs to `max_tokens`, unless a word happens to be among its stop tokens. Sampling parameters other than the seed and
-`logprobs` change nothing. Structured output is refused, since it could not be valid.
+So output is the same whatever the batch, the chunks, preemption or the worker; unless the KV blocks of a sequence do
+not hold what they should (`headwater.engines.mocker.marks`): then it is another one. An end token is never drawn: a
+sequence runs to `max_tokens`, unless a word happens to be among its stop tokens. Sampling parameters other than the
+seed and `logprobs` change nothing. Structured output is refused, since it could not be valid.
 """
 
 import math
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from headwater.config.schema import EngineConfig
+from headwater.engines.mocker.marks import KvMarks
 from headwater.errors import InvalidRequest
 from headwater.protocol.request import EngineRequest, TokenLogprobs
 from headwater.scheduler.plan import Sequence, StepPlan, StepResult
@@ -68,9 +70,13 @@ class _Script:
 class MockerExecutor:
     """`headwater.scheduler.plan.Executor` without a model."""
 
-    def __init__(self, times: StepTimes, words: tuple[int, ...]) -> None:
+    def __init__(self, times: StepTimes, words: tuple[int, ...], marks: KvMarks, block_size: int) -> None:
         self._times = times
         self._words = words
+        self._marks = marks
+        self._block_size = block_size
+        self._unchecked: set[int] = set()
+        """Sequences that have not drawn a token here yet."""
         self._scripts: dict[int, _Script] = {}
         self._num_logprobs: dict[int, int] = {}
 
@@ -81,11 +87,15 @@ class MockerExecutor:
                 "the mocker makes up its tokens: structured output needs another engine", param="response_format"
             )
         self._scripts[sequence.stream] = _Script(sequence.request, self._words)
+        self._unchecked.add(sequence.stream)
         if sampling.logprobs is not None:
             self._num_logprobs[sequence.stream] = sampling.logprobs
 
     def execute(self, plan: StepPlan) -> StepResult:
         sampling = [piece.sequence for piece in plan.slices if piece.samples]
+        if self._unchecked:
+            self._check_kv(plan)
+        self._write_kv(plan)
         token_ids = [self._draw(sequence) for sequence in sampling]
         logprobs = self._logprobs(sampling, token_ids) if self._num_logprobs else None
         return StepResult(token_ids, logprobs, self._times.duration_ms(plan))
@@ -93,10 +103,29 @@ class MockerExecutor:
     def release(self, sequence: Sequence) -> None:
         self._scripts.pop(sequence.stream, None)
         self._num_logprobs.pop(sequence.stream, None)
+        self._unchecked.discard(sequence.stream)
 
     def close(self) -> None:
+        self._marks.close()
         self._scripts.clear()
         self._num_logprobs.clear()
+
+    def _check_kv(self, plan: StepPlan) -> None:
+        """Those that draw their first token here say what their blocks make of the prompt."""
+        for piece in plan.slices:
+            sequence = piece.sequence
+            if piece.samples and sequence.stream in self._unchecked:
+                self._unchecked.discard(sequence.stream)
+                if not self._marks.agree(sequence, piece.start):
+                    self._scripts[sequence.stream] = _Script(sequence.request, self._words[::-1])
+
+    def _write_kv(self, plan: StepPlan) -> None:
+        size, write = self._block_size, self._marks.write
+        for piece in plan.slices[: plan.num_decode]:
+            if not (piece.start + 1) % size:
+                write(piece.sequence, piece.start, piece.start + 1)
+        for piece in plan.slices[plan.num_decode :]:
+            write(piece.sequence, piece.start, piece.start + piece.num_tokens)
 
     def _draw(self, sequence: Sequence) -> int:
         script = self._scripts[sequence.stream]

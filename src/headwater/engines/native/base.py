@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headwater.engines.base import KvMemory
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -150,6 +152,10 @@ class Backend(Protocol):
 
     def block_view(self, block: int) -> memoryview | torch.Tensor:
         """The bytes of one block: a writable memoryview on CPU, a uint8 tensor on a GPU."""
+        ...
+
+    def kv_memory(self) -> KvMemory:
+        """All of it, for agents outside the engine."""
         ...
 
     def close(self) -> None: ...

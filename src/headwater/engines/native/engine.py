@@ -74,7 +74,7 @@ def build_engine(config: EngineConfig, placement: Placement, progress: ProgressS
     info = _info(config, model, backend, size.max_model_len, _hardware(device, share, backend))
     progress(Progress("ready", detail=info.card.name))
     executor = NativeExecutor(backend, model.eos_token_ids, compiler)
-    return BuiltEngine(executor, info, executor.prepare)
+    return BuiltEngine(executor, info, executor.prepare, backend.kv_memory())
 
 
 def _device(config: EngineConfig) -> str:

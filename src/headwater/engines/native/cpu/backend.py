@@ -10,7 +10,6 @@ Every index of a batch is checked before the kernels see it; a bad one raises `I
 """
 
 import ctypes
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headwater.engines.base import Progress, ProgressSink
+from headwater.engines.base import KvMemory, Progress, ProgressSink
 from headwater.engines.native.base import Checkpoint, FlatBatch, NativeModelConfig
 from headwater.engines.native.cpu.binding import HwBatch, HwLayer, HwMatrix, HwModel, Kernels
 from headwater.engines.native.cpu.library import load_library
@@ -27,6 +26,7 @@ from headwater.engines.native.cpu.panels import PANEL_ROWS, padded
 from headwater.engines.native.cpu.prepared import prepare
 from headwater.engines.native.rope import rope_tables
 from headwater.errors import ConfigError, InternalError, ModelError
+from headwater.transfer.memory import Buffer, allocate
 from headwater.weights.cache import default_cache_folder
 
 MAX_HEAD_DIM = 512
@@ -52,9 +52,6 @@ class CpuBackend:
     dtype = torch.float32
     batch_invariant = True
 
-    dtype = torch.float32
-    batch_invariant = True
-
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -74,7 +71,8 @@ class CpuBackend:
         self._model = _model(self.config, self._weights, self._rope)
         self._scratch = np.empty(0, dtype=np.float32)
         self._logits = torch.empty(0, padded(self.config.vocab_size))
-        self._kv: mmap.mmap | None = None
+        self._kv: Buffer | None = None
+        self._kv_view = memoryview(b"")
         self._kv_bytes = np.empty(0, dtype=np.uint8)
         self.block_size = self.num_blocks = self.block_bytes = 0
         self.kv_layout = ""
@@ -99,9 +97,10 @@ class CpuBackend:
         self.kv_layout = (
             f"hw1.f32.l{config.num_layers}.h{config.num_kv_heads}.d{config.head_dim}.b{block_size}.panel{PANEL_ROWS}"
         )
-        self._kv = mmap.mmap(-1, num_blocks * self.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._kv.madvise(mmap.MADV_HUGEPAGE)
-        self._kv_bytes = np.frombuffer(self._kv, dtype=np.uint8)
+        self._kv = allocate(num_blocks * self.block_bytes, lazily=True)
+        assert self._kv.view is not None
+        self._kv_view = memoryview(self._kv.view)
+        self._kv_bytes = np.frombuffer(memoryview(self._kv.view), dtype=np.uint8)
 
     def forward(self, batch: FlatBatch) -> torch.Tensor:
         arrays = _BatchArrays(batch)
@@ -127,14 +126,23 @@ class CpuBackend:
             raise InternalError(f"block {block} of {self.num_blocks}")
         return self._kv_bytes[block * self.block_bytes : (block + 1) * self.block_bytes].data
 
+    def kv_memory(self) -> KvMemory:
+        """Shared, so that others on this host can map it."""
+        if self._kv is None:
+            raise InternalError("KV storage has not been allocated")
+        return KvMemory(self.num_blocks, self.block_bytes, self._kv, self._kv_view)
+
     def close(self) -> None:
         """Stop the threads and unmap the weights; KV memory goes with the last view of it."""
         if self._kernels.closed:
             return
         self._kernels.close()
         self._weights.close()
-        self._kv = None
         self._kv_bytes = np.empty(0, dtype=np.uint8)
+        self._kv_view.release()
+        if self._kv is not None:
+            self._kv.release()
+            self._kv = None
 
 
 class _BatchArrays:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headwater.engines.base import ProgressSink
+from headwater.engines.base import KvMemory, ProgressSink
 from headwater.engines.native.base import Checkpoint, FlatBatch
 from headwater.engines.native.rope import rope_tables
 from headwater.engines.native.torch_backend.attention import GatherAttention, PagedAttention
@@ -85,6 +85,12 @@ class TorchBackend:
     def block_view(self, block: int) -> memoryview | torch.Tensor:
         assert self._kv is not None
         return self._kv.block(block)
+
+    def kv_memory(self) -> KvMemory:
+        assert self._kv is not None
+        stored = self._kv.all_bytes()
+        view = stored.numpy().data if stored.device.type == "cpu" else None
+        return KvMemory(self.num_blocks, self.block_bytes, stored, view)
 
     def close(self) -> None:
         self._graphs = None

@@ -28,6 +28,10 @@ class KvStorage:
         """Keys and values of one layer: strided views [blocks, block_size, kv_heads, head_dim]."""
         return self._blocks[:, number, 0], self._blocks[:, number, 1]
 
+    def all_bytes(self) -> torch.Tensor:
+        """Of the blocks to hand out, in one run."""
+        return self._blocks[: self.spare_block].view(-1).view(torch.uint8)
+
     def block(self, number: int) -> memoryview | torch.Tensor:
         """The bytes of one block, writable."""
         block = self._blocks[number].view(-1).view(torch.uint8)
