@@ -1,8 +1,8 @@
 """Logging of one process: lines for people or JSON for machines, on stderr unless told otherwise.
 
 What is passed as `extra` (`request_id`, `worker_id`, ...) is kept in both forms. Secrets never pass: keys given to
-`configure_logging`, and whatever follows `Bearer`, are masked wherever they occur. A message from outside cannot forge
-a line: control characters are escaped.
+`configure_logging`, keys of a keyring, and whatever follows `Bearer` are masked wherever they occur. A message from
+outside cannot forge a line: control characters are escaped.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from headwater.config.schema import RuntimeConfig
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_KEY = re.compile(r"(hw-[0-9a-f]{8}-)[A-Za-z0-9_-]{43}")
 _BEARER = re.compile(r"(?i)(bearer\s+)[A-Za-z0-9._~+/=-]{4,}")
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127, 0x85, 0x2028, 0x2029) if code != 9}
 _MASK = "***"
@@ -61,6 +62,8 @@ class _Masking(logging.Formatter):
     def mask(self, text: str) -> str:
         if self._secrets is not None:
             text = self._secrets.sub(_MASK, text)
+        if "hw-" in text:
+            text = _KEY.sub(rf"\1{_MASK}", text)
         return _BEARER.sub(rf"\1{_MASK}", text) if "bearer" in text.lower() else text
 
 

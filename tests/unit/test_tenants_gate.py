@@ -7,12 +7,14 @@ import os
 import stat
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.clock import VirtualClock
+from headwater.config.schema import FrontendConfig, RuntimeConfig, ServeConfig
 from headwater.errors import ConfigError, Forbidden, HeadwaterError, Unauthorized
 from headwater.frontend.http.base import HttpRequest
 from headwater.frontend.tenants.gate import Gate
@@ -29,6 +31,7 @@ from headwater.frontend.tenants.keyring import (
 )
 from headwater.frontend.tenants.principal import Principal
 from headwater.frontend.tenants.source import open_source
+from headwater.frontend.tenants.tenancy import check_public
 from headwater.frontend.tenants.watch import KeyringWatch, read_keyring
 
 
@@ -55,7 +58,7 @@ def ring(*scopes: Scope, expires: float | None = None, **tenant: object) -> tupl
     return Keyring("headwater-keyring", 1, {"acme": TenantSpec(**tenant)}, {key_id: spec}), key_id, key
 
 
-def gate_of(keyring: Keyring | None, *plain: str, clock: VirtualClock | None = None, **rest: bool) -> Gate:
+def gate_of(keyring: Keyring | None, *plain: str, clock: VirtualClock | None = None, **rest: Any) -> Gate:
     return Gate(plain, clock or VirtualClock(), keyring=keyring, **rest)
 
 
@@ -245,3 +248,25 @@ async def _rotate(tmp_path: Path) -> None:
     write(encode_keyring(second))
     await watch.look()
     assert seen == [second]
+
+
+def test_the_operator_key_opens_admin_routes_whether_or_not_others_need_keys() -> None:
+    for gate in (
+        gate_of(None, operator_key="op", public=True),
+        gate_of(None, "k1", operator_key="op"),
+        gate_of(ring()[0], operator_key="op", public=True),
+    ):
+        assert gate.check(bearer("op"), "admin").key_id == "operator"
+        assert isinstance(refused(gate, bearer("op"), "inference"), Forbidden), "it is no client's"
+    gate_of(None, operator_key="op", public=True).check(bearer("sk-whatever"), "inference")
+
+
+def test_a_port_that_others_reach_wants_keys_or_a_word() -> None:
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""):
+        with pytest.raises(ConfigError, match="reached by others"):
+            check_public(ServeConfig(frontend=FrontendConfig(host=host)))
+        check_public(ServeConfig(frontend=FrontendConfig(host=host, api_key=("k",))))
+        check_public(ServeConfig(frontend=FrontendConfig(host=host, keys="ring.json")))
+        check_public(ServeConfig(frontend=FrontendConfig(host=host), runtime=RuntimeConfig(insecure=True)))
+    for host in ("127.0.0.1", "::1", "localhost"):
+        check_public(ServeConfig(frontend=FrontendConfig(host=host)))

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import ssl
 from contextlib import closing
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -14,8 +15,10 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 class Server:
     """A base URL, with or without `/v1`."""
 
-    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 10.0) -> None:
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 10.0, *, pinned_cert: str = "") -> None:
+        """`pinned_cert`: file of the one certificate to trust, whatever name it bears."""
         self._parts = _checked(url)
+        self._pinned_cert = pinned_cert
         self._api_key = api_key
         self._timeout_s = timeout_s
 
@@ -62,8 +65,21 @@ class Server:
 
     def _connection(self) -> http.client.HTTPConnection:
         host, port = self._parts.hostname or "", self._parts.port
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        return kind(host, port, timeout=self._timeout_s)
+        if self._parts.scheme == "http":
+            return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+        context = _pinning(self._pinned_cert) if self._pinned_cert else ssl.create_default_context()
+        return http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=context)
+
+
+def _pinning(cert: str) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        context.load_verify_locations(cert)
+    except (OSError, ssl.SSLError) as error:
+        raise Unavailable(f"the certificate {cert} cannot be read: {error}") from error
+    return context
 
 
 def error_message(body: bytes) -> str:

@@ -5,10 +5,12 @@ import asyncio
 import logging
 import math
 import os
+import secrets
 import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -18,7 +20,7 @@ from headwater.cli.flags import GRAPH, add_config_flags, add_model
 from headwater.cli.http import Server
 from headwater.cli.log_writer import LogWriter
 from headwater.cli.serve_display import ServeDisplay, prefix, print_ready
-from headwater.config.fields import sections_of
+from headwater.config.fields import secrets_of, sections_of
 from headwater.config.schema import ServeConfig
 from headwater.config.units import about_bytes
 from headwater.deploy.clusters import ClusterFolder, ClusterRecord, cluster_folder
@@ -27,6 +29,7 @@ from headwater.deploy.ports import base_url, reserved_port
 from headwater.deploy.supervision import Finish
 from headwater.engines.native.host import free_memory_bytes
 from headwater.errors import ConfigError, HeadwaterError
+from headwater.frontend.tenants.tenancy import check_public
 from headwater.logs import configure_logging
 from headwater.protocol.cluster import Instance
 from headwater.runtime.endpoints import is_loopback
@@ -55,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         json_logs = config.runtime.log_format == "json"
         writer = LogWriter(sys.stderr.buffer, b"" if json_logs else prefix("supervisor", parts_of(config)))
         held.callback(writer.close)
-        configure_logging(config.runtime, "supervisor", writer, secrets=config.frontend.api_key)
+        configure_logging(config.runtime, "supervisor", writer, secrets=secrets_of(config))
         check(config)
         finish = asyncio.run(Serving(config, writer, began).run())
     if finish.code:
@@ -71,8 +74,9 @@ def check(config: ServeConfig) -> None:
             "--registry memory: the parts are processes and would not see each other", hint="leave it out"
         )
     _check_memory(config)
-    if not frontend.api_key and not is_loopback(frontend.host):
-        _log.warning("listening on %s without API keys: whoever reaches this host can use it", frontend.host)
+    check_public(config)
+    if frontend.tls_cert is None and not is_loopback(frontend.host):
+        _log.warning("%s is reached by others, and keys and prompts travel in clear: see --tls-cert", frontend.host)
 
 
 def _check_memory(config: ServeConfig) -> None:
@@ -93,12 +97,14 @@ def _check_memory(config: ServeConfig) -> None:
 def placed(config: ServeConfig, port: int, folder: ClusterFolder) -> ServeConfig:
     """The configuration with what was left open filled in, and the graph announced to `headwater status`."""
     registry = config.runtime.registry or (folder.path / "registry").as_uri()
-    url = base_url(config.frontend.host, port)
+    cert = str(Path(config.frontend.tls_cert).absolute()) if config.frontend.tls_cert else ""
+    key = config.frontend.operator_key or secrets.token_urlsafe(32)
+    url = base_url(config.frontend.host, port, tls=bool(cert))
     config = msgspec.structs.replace(config, workers=len(config.engine.attach) or config.workers)
-    folder.publish(ClusterRecord(pid=os.getpid(), url=url, registry=registry, started=time.time()))
+    folder.publish(ClusterRecord(pid=os.getpid(), url=url, registry=registry, started=time.time(), key=key, cert=cert))
     return msgspec.structs.replace(
         config,
-        frontend=msgspec.structs.replace(config.frontend, port=port),
+        frontend=msgspec.structs.replace(config.frontend, port=port, operator_key=key),
         runtime=msgspec.structs.replace(config.runtime, registry=registry),
     )
 
@@ -109,7 +115,8 @@ class Serving:
     def __init__(self, config: ServeConfig, writer: LogWriter, began: float) -> None:
         self._config = config
         self._began = began
-        self._url = base_url(config.frontend.host, config.frontend.port)
+        frontend = config.frontend
+        self._url = base_url(frontend.host, frontend.port, tls=frontend.tls_cert is not None)
         self._instances: list[Instance] = []
         json_logs = config.runtime.log_format == "json"
         console = Console(stderr=True)
@@ -127,9 +134,11 @@ class Serving:
         """Ask as a client would. The supervisor bounds the wait."""
         enough = threading.Event()
         try:
-            keys = self._config.frontend.api_key
-            server = Server(self._url, keys[0] if keys else None, _POLL_TIMEOUT_S)
-            await asyncio.to_thread(poll, server, self._config.frontends, enough)
+            frontend = self._config.frontend
+            if frontend.tls_client_ca is None:  # else: it would want a certificate that we do not have
+                cert = frontend.tls_cert or ""
+                server = Server(self._url, frontend.operator_key, _POLL_TIMEOUT_S, pinned_cert=cert)
+                await asyncio.to_thread(poll, server, self._config.frontends, enough)
         finally:
             enough.set()
         self._instances = await _instances(self._config)

@@ -158,7 +158,7 @@ def ready_rows(config: ServeConfig, url: str, instances: Sequence[Instance]) -> 
             ("longest context", f"{card.max_model_len:,} tokens"),
             ("workers", str(count) if count >= config.workers else f"{count} of {config.workers} so far"),
         ]
-    keys = "API key required" if config.frontend.api_key else "no API key"
+    keys = "API key required" if config.frontend.api_key or config.frontend.keys else "no API key"
     rows += [("frontends", str(config.frontends)), ("URL", f"{url}/v1  ({keys})")]
     return rows
 
@@ -167,7 +167,7 @@ def curl_command(config: ServeConfig, url: str, model: str) -> str:
     body = {"model": model, "messages": [{"role": "user", "content": "Say hello."}], "stream": True}
     words = ["curl", "-N", f"{url}/v1/chat/completions", "-H", "content-type: application/json"]
     line = " ".join(shlex.quote(word) for word in words)
-    if config.frontend.api_key:
+    if config.frontend.api_key or config.frontend.keys:
         line += ' -H "authorization: Bearer $API_KEY"'
     return f"{line} -d {shlex.quote(json.dumps(body))}"
 

@@ -9,7 +9,7 @@ import argparse
 from headwater.cli.flags import add_config_flags, load_from
 from headwater.cli.http import Server
 from headwater.config.load import LoadedConfig
-from headwater.deploy.clusters import running_clusters
+from headwater.deploy.clusters import ClusterRecord, running_clusters
 from headwater.deploy.ports import base_url
 from headwater.errors import Unavailable
 
@@ -23,21 +23,25 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 def server_of(args: argparse.Namespace, timeout_s: float) -> Server:
     loaded = load_from(args)
-    keys = loaded.config.frontend.api_key
-    return Server(args.url or _url(loaded, args.pid), keys[0] if keys else None, timeout_s)
-
-
-def _url(loaded: LoadedConfig, pid: int | None) -> str:
-    if pid is not None:
-        return _url_of(pid)
     frontend = loaded.config.frontend
+    key = frontend.api_key[0] if frontend.api_key else None
+    cluster = None if args.url else _cluster(loaded, args.pid)
+    if cluster is not None:
+        return Server(cluster.url, key or cluster.key or None, timeout_s, pinned_cert=cluster.cert)
+    return Server(args.url or base_url(frontend.host, frontend.port), key, timeout_s)
+
+
+def _cluster(loaded: LoadedConfig, pid: int | None) -> ClusterRecord | None:
+    """The one of this host that is meant, if any is."""
+    if pid is not None:
+        return _cluster_of(pid)
     configured = any(loaded.origins[key].layer != "default" for key in ("frontend.host", "frontend.port"))
-    clusters = [] if configured and frontend.port else running_clusters()
-    return clusters[0].url if clusters else base_url(frontend.host, frontend.port)
+    clusters = [] if configured and loaded.config.frontend.port else running_clusters()
+    return clusters[0] if clusters else None
 
 
-def _url_of(pid: int) -> str:
+def _cluster_of(pid: int) -> ClusterRecord:
     for cluster in running_clusters():
         if cluster.pid == pid:
-            return cluster.url
+            return cluster
     raise Unavailable(f"no `headwater serve` with process id {pid} runs here")

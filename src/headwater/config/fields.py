@@ -80,6 +80,12 @@ def sections_of(schema: type[msgspec.Struct] = ServeConfig) -> dict[str, str]:
     return {name: (struct.cls.__doc__ or "").strip() for name, struct in _sections(schema)}
 
 
+def secrets_of(config: msgspec.Struct) -> list[str]:
+    """All secrets in a configuration, to be kept out of logs."""
+    given = (value_of(config, field) for field in fields_of().values() if field.secret)
+    return [secret for value in given for secret in ((value,) if isinstance(value, str) else value or ())]
+
+
 def value_of(config: msgspec.Struct, field: Field) -> Any:
     owner = getattr(config, field.section) if field.section else config
     return getattr(owner, field.name)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from headwater.config.schema import ServeConfig
+from headwater.config.fields import secrets_of
 from headwater.deploy.reports import Reporter
 from headwater.deploy.supervision import FAILED_EXIT, PERMANENT_EXIT
 from headwater.errors import ConfigError, HeadwaterError, ModelError
@@ -34,7 +35,7 @@ def main(argv: Sequence[str], run_parts: Mapping[str, RunPart]) -> int:
     args = _parse(argv, list(run_parts))
     die_with_parent(args.parent_pid)
     config = read_config(args.config_fd)
-    configure_logging(config.runtime, f"{args.kind}-{args.index}", secrets=config.frontend.api_key)
+    configure_logging(config.runtime, f"{args.kind}-{args.index}", secrets=secrets_of(config))
     reporter = Reporter(args.report_fd)
     try:
         return run_parts[args.kind](config, args.index, reporter)

@@ -30,6 +30,10 @@ class ClusterRecord(msgspec.Struct, frozen=True):
     registry: str
     started: float
     """Epoch seconds."""
+    key: str = ""
+    """Of the operator: opens the admin routes."""
+    cert: str = ""
+    """The certificate that the port shows, if it speaks TLS."""
 
 
 class ClusterFolder:

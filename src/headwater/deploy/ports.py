@@ -35,9 +35,9 @@ def connectable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
-def base_url(host: str, port: int) -> str:
-    name = connectable(host)
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+def base_url(host: str, port: int, *, tls: bool = False) -> str:
+    name, scheme = connectable(host), "https" if tls else "http"
+    return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
 
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:

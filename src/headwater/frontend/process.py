@@ -39,7 +39,7 @@ from headwater.frontend.request_log import RequestLog
 from headwater.frontend.routes import Route
 from headwater.frontend.routing import build_router, dispatch_limits, vigil_limits
 from headwater.frontend.tenants.admission import TenantAdmission, usage_of
-from headwater.frontend.tenants.tenancy import Tenancy
+from headwater.frontend.tenants.tenancy import Tenancy, check_public
 from headwater.runtime.endpoints import is_loopback
 from headwater.runtime.planes import Planes, open_planes
 from headwater.runtime.registry.base import Registry
@@ -217,6 +217,7 @@ async def _serve(frontend: Frontend, config: ServeConfig, share_port: bool, on_l
         await stop.get()
         logger.info("draining: %d requests in progress", frontend.application.num_generating)
         await _drain(frontend, stop, config.runtime.drain_timeout)
+    check_public(config)
     finally:
         await frontend.stop(0.0)
 

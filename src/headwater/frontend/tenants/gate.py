@@ -27,6 +27,7 @@ TENANT_HEADER = b"x-tenant-id"
 _MAX_TENANT_CHARS = 256
 _MAX_KEY_BYTES = 512
 _NO_TENANT = TenantSpec()
+_OPERATOR = Principal(frozenset(("metrics", "admin")), "operator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,17 @@ class Gate:
         keyring: Keyring | None = None,
         public: bool = False,
         trust_tenant_header: bool = False,
+        operator_key: str | None = None,
     ) -> None:
-        """`public`: others than this host can reach the port."""
+        """`public`: others than this host can reach the port. `operator_key`: opens metrics and admin routes."""
         self._clock = clock
         self._secret = secrets.token_bytes(32)
         self._trusting = trust_tenant_header
         self._public = public
         self._plain = {self._blind(entry.digest): entry for entry in map(self._plain_entry, *_numbered(plain_keys))}
+        if operator_key is not None:
+            operator = _Entry(key_digest(operator_key.encode()), _OPERATOR)
+            self._plain[self._blind(operator.digest)] = operator
         self._tenants: Mapping[str, TenantSpec] = {}
         self._entries = self._plain
         self._open = not plain_keys and keyring is None
@@ -80,7 +85,9 @@ class Gate:
 
     def check(self, request: HttpRequest, scope: Scope) -> Principal:
         """Raises `Unauthorized` or `Forbidden`."""
-        principal = self._whoever(request, scope) if self._open else self._holder(request)
+        principal = self._holder(request)
+        if principal is None:
+            principal = self._whoever(request, scope)
         if scope not in principal.scopes:
             if not principal.key_id:
                 raise Unauthorized(f"this needs a key with the scope {scope}, as the port is open to other hosts")
@@ -92,11 +99,14 @@ class Gate:
             raise Forbidden("without a key this is for clients of this host that call it by address or as localhost")
         return self._anonymous
 
-    def _holder(self, request: HttpRequest) -> Principal:
+    def _holder(self, request: HttpRequest) -> Principal | None:
+        """Whose key it brings; None for whoever needs none."""
         digest = key_digest(_given(request.headers))
         entry = self._entries.get(self._blind(digest))
         if entry is None or not hmac.compare_digest(entry.digest, digest):
-            raise Unauthorized("the API key is not one of those that are accepted")
+            if self._open:
+                return None  # clients send something, because their libraries want them to
+            raise _refusal(request.headers)
         if entry.expires is not None and datetime.fromtimestamp(self._clock.epoch(), UTC) >= entry.expires:
             raise Unauthorized(f"key {entry.principal.key_id} is no longer accepted: it expired or was revoked")
         return entry.principal
@@ -131,14 +141,16 @@ def _principal(key_id: str, tenant: str, scopes: frozenset[Scope], spec: TenantS
 
 
 def _given(headers: Mapping[bytes, bytes]) -> bytes:
-    """The key that a request brings. Raises `Unauthorized`."""
+    """The key that a request brings; empty when there is none, or something that is too long to be one."""
     scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
     key = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
-    if not key:
-        raise Unauthorized("no API key was given; send it as `Authorization: Bearer KEY`")
-    if len(key) > _MAX_KEY_BYTES:
-        raise Unauthorized("the API key is not one of those that are accepted")
-    return key
+    return key if len(key) <= _MAX_KEY_BYTES else b""
+
+
+def _refusal(headers: Mapping[bytes, bytes]) -> Unauthorized:
+    if b"authorization" in headers or b"x-api-key" in headers:
+        return Unauthorized("the API key is not one of those that are accepted")
+    return Unauthorized("no API key was given; send it as `Authorization: Bearer KEY`")
 
 
 def _names_this_host(host: bytes) -> bool:

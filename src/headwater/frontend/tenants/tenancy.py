@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from headwater.clock import Clock
-from headwater.config.schema import FrontendConfig
+from headwater.config.schema import FrontendConfig, ServeConfig
 from headwater.errors import ConfigError
 from headwater.frontend.tenants.audit import AuditLog
 from headwater.frontend.tenants.gate import Gate
@@ -21,10 +21,22 @@ from headwater.frontend.tenants.line_log import LineLog
 from headwater.frontend.tenants.meter import Meter
 from headwater.frontend.tenants.source import FileSource, KeySource, open_source
 from headwater.frontend.tenants.watch import KeyringWatch, read_keyring
+from headwater.runtime.endpoints import is_loopback
 
 logger = logging.getLogger(__name__)
 
 _LEDGER_INTERVAL_S = 1.0
+
+
+def check_public(config: ServeConfig) -> None:
+    """Raises `ConfigError` for a port that other hosts reach and that asks for no key."""
+    frontend = config.frontend
+    keyed = bool(frontend.api_key) or frontend.keys is not None
+    if not keyed and not config.runtime.insecure and not is_loopback(frontend.host):
+        raise ConfigError(
+            f"--host {frontend.host} is reached by others, and no API key is asked for",
+            hint="--keys FILE (`headwater keys create`), --api-key @FILE, or --insecure on a network you trust",
+        )
 
 
 class Tenancy:
@@ -39,6 +51,7 @@ class Tenancy:
             keyring=self._keyring if source is not None else None,
             public=public,
             trust_tenant_header=config.trust_tenant_header,
+            operator_key=config.operator_key,
         )
         self.meter = Meter(frontend_id, self.gate.tenant, clock)
         self.usage = LineLog(Path(config.usage_log), clock) if config.usage_log else None
