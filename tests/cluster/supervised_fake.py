@@ -55,8 +55,8 @@ if __name__ == "__main__":
         main(
             sys.argv[1:],
             {
-                "frontend": lambda config, index, reporter: behave("frontend", config, index, reporter),
-                "worker": lambda config, index, reporter: behave("worker", config, index, reporter),
+                "frontend": lambda config, seat, reporter: behave("frontend", config, seat.index, reporter),
+                "worker": lambda config, seat, reporter: behave("worker", config, seat.index, reporter),
             },
         )
     )

@@ -14,7 +14,7 @@ from api_client import CHAT, Connection, Reply, answer_at_once
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_worker import ScriptedWorker, artifacts_of, until
 
-from headwater.config.schema import FrontendConfig, RouterConfig, RuntimeConfig, ServeConfig
+from headwater.config.schema import FaultsConfig, FrontendConfig, RouterConfig, RuntimeConfig, ServeConfig
 from headwater.errors import ConfigError
 from headwater.frontend.process import Frontend, run_frontend
 from headwater.protocol.cluster import CatalogueEntry
@@ -64,9 +64,13 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(resolved: ResolvedModel, **frontend: Any) -> AsyncIterator[Running]:
+async def running(resolved: ResolvedModel, patience_s: float = 30.0, **frontend: Any) -> AsyncIterator[Running]:
     registry, planes = MemoryRegistry(MemoryStore()), InprocPlanes()
-    config = ServeConfig(frontend=FrontendConfig(port=0, **frontend), router=RouterConfig(router_policy="least_loaded"))
+    config = ServeConfig(
+        frontend=FrontendConfig(port=0, **frontend),
+        router=RouterConfig(router_policy="least_loaded"),
+        faults=FaultsConfig(migration_timeout=patience_s),
+    )
     made = Frontend(config, planes, registry)
     port = await made.start(share_port=False)
     state = Running(made, port, registry, planes, resolved)
@@ -147,9 +151,11 @@ def test_a_client_that_leaves_ends_the_work_at_the_worker(demo_model: ResolvedMo
     uvloop.run(main())
 
 
-def test_a_lost_worker_ends_streams_with_an_error_event_and_whole_answers_with_502(demo_model: ResolvedModel) -> None:
+def test_the_last_worker_lost_ends_streams_with_an_error_event_and_whole_answers_with_503(
+    demo_model: ResolvedModel,
+) -> None:
     async def main() -> None:
-        async with running(demo_model) as it:
+        async with running(demo_model, patience_s=0.1) as it:
             worker = await it.worker(answers=False)
             async with it.connection() as streamed, it.connection() as whole:
                 await streamed.send("POST", "/v1/chat/completions", {**CHAT, "stream": True})
@@ -161,13 +167,15 @@ def test_a_lost_worker_ends_streams_with_an_error_event_and_whole_answers_with_5
                 await worker.vanish()
                 reply = await streamed.read()
                 assert reply.status == 200
-                assert b'"code":"worker_lost"' in reply.body
+                assert b'"code":"no_workers"' in reply.body
                 assert reply.body.endswith(b"data: [DONE]\n\n")
                 reply = await whole.read()
-                assert reply.status == 502
-                assert reply.json()["error"]["code"] == "worker_lost"
+                assert reply.status == 503
+                assert reply.headers["retry-after"] == "5"
+                assert reply.json()["error"]["code"] == "no_workers"
                 message = reply.json()["error"]["message"]
-                assert message == "worker w1 was lost while it worked on this request", "and nothing about addresses"
+                lost = "worker w1 was lost while it worked on this request"
+                assert message == f"{lost}; no other worker took over within 0.1 s", "and nothing about addresses"
 
     uvloop.run(main())
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import pytest
 
 from headwater.config.schema import EngineConfig, FrontendConfig, RuntimeConfig, ServeConfig
 from headwater.deploy.local import LocalSupervisor
+from headwater.deploy.ports import Listeners
 from headwater.deploy.reports import ProgressReport
 from headwater.deploy.supervision import Finish, Part
 
@@ -34,6 +36,7 @@ class Recorder:
         self.restarts: list[tuple[Part, str, float]] = []
         self.given_up: list[tuple[Part, str]] = []
         self.stopping: list[str] = []
+        self.rolls: list[str] = []
         self.serving = asyncio.Event()
 
     def on_log(self, part: Part, lines: Sequence[bytes]) -> None:
@@ -51,6 +54,12 @@ class Recorder:
     def on_serving(self) -> None:
         self.serving.set()
 
+    def on_rolling(self) -> None:
+        self.rolls.append("begun")
+
+    def on_rolled(self, failure: str | None) -> None:
+        self.rolls.append(failure or "done")
+
     def on_stopping(self, reason: str) -> None:
         self.stopping.append(reason)
 
@@ -58,7 +67,7 @@ class Recorder:
 def config(behaviour: str = "", *, workers: int = 1, **changes: object) -> ServeConfig:
     return ServeConfig(
         engine=EngineConfig(model=behaviour),
-        frontend=FrontendConfig(api_key=("very-secret",)),
+        frontend=FrontendConfig(port=0, api_key=("very-secret",)),
         runtime=RuntimeConfig(drain_timeout=float(changes.pop("drain_timeout", 5.0))),  # type: ignore[arg-type]
         workers=workers,
         **changes,  # type: ignore[arg-type]
@@ -112,6 +121,41 @@ def test_serves_and_stops_in_order() -> None:
             assert graph.seen.logs[part][-1] == f"{part} drained"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGHUP])
+def test_a_signal_replaces_one_process_after_the_other(number: signal.Signals) -> None:
+    async def scenario() -> None:
+        graph = Running(config("worker-0=drains,worker-1=drains,frontend-0=drains", workers=2))
+        await graph.until(graph.seen.serving.is_set)
+        before = graph.supervisor.pids()
+        os.kill(os.getpid(), number)
+        await graph.until(lambda: graph.seen.rolls == ["begun", "done"])
+        after = graph.supervisor.pids()
+        assert set(after) == {part.successor for part in before}
+        assert not any(alive(pid) for pid in before.values())
+        assert not graph.seen.restarts
+        graph.supervisor.stop()
+        assert (await graph.finish()).code == 0
+
+    asyncio.run(scenario())
+
+
+def test_connections_wait_for_the_next_process_of_a_frontend() -> None:
+    listeners = Listeners("127.0.0.1", 0)
+    (fd,) = listeners.of(0)
+    assert listeners.of(0) == (fd,)
+    with socket.socket(fileno=os.dup(fd)) as same:
+        port = same.getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as client, socket.socket(fileno=os.dup(fd)) as heir:
+        accepted, _ = heir.accept()
+        with accepted:
+            accepted.sendall(b"here")
+            assert client.recv(4) == b"here"
+    listeners.drop(0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+    listeners.close()
 
 
 def test_a_killed_worker_is_restarted_with_another_pid() -> None:
@@ -270,7 +314,7 @@ def test_children_die_with_a_supervisor_that_is_killed() -> None:
         wait_gone(pids, 2.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_a_second_one_kills(number: signal.Signals) -> None:
     process, pids = start_supervisor()
     with process:

@@ -54,39 +54,51 @@ class ServeDisplay:
         self._writer = writer
         self._on_ready = on_ready
         self._json_logs = json_logs
-        self._reports: dict[Part, ProgressReport] = {part: ProgressReport("start") for part in parts}
-        self._logged: dict[Part, tuple[str, float]] = {}
-        self._prefixes = {part: prefix(str(part), parts) for part in parts}
+        self._reports: dict[str, ProgressReport] = {str(part): ProgressReport("start") for part in parts}
+        self._logged: dict[str, tuple[str, float]] = {}
+        self._prefixes = {str(part): prefix(str(part), parts) for part in parts}
         self._live: Live | None = None
         if live_on is not None:
             self._start_live(live_on)
 
     def on_log(self, part: Part, lines: Sequence[bytes]) -> None:
-        mark = self._prefixes[part]
+        mark = self._prefixes[str(part)]
         self._writer.lines([line if self._json_logs and line.startswith(b"{") else mark + line for line in lines])
 
     def on_progress(self, part: Part, report: ProgressReport) -> None:
-        self._reports[part] = report
+        self._reports[str(part)] = report
         if self._live is not None:
             self._live.update(self._table())
             return
-        phase, at = self._logged.get(part, ("", 0.0))
+        phase, at = self._logged.get(str(part), ("", 0.0))
         now = time.monotonic()
         if report.phase != phase or now - at >= _LINE_INTERVAL_S:
-            self._logged[part] = (report.phase, now)
+            self._logged[str(part)] = (report.phase, now)
             _log.info("%s: %s", part, describe(report))
 
     def on_restarting(self, part: Part, reason: str, delay_s: float) -> None:
-        self._reports[part] = ProgressReport("start", detail=f"died: {reason}")
+        self._reports[str(part)] = ProgressReport("start", detail=f"died: {reason}")
+        if not delay_s:
+            _log.info("%s has left (%s); starting it again", part, reason)
+            return
         _log.warning("%s died: %s; starting it again in %g s", part, reason, delay_s)
 
     def on_gave_up(self, part: Part, reason: str) -> None:
-        self._reports.pop(part, None)
+        self._reports.pop(str(part), None)
         _log.error("%s is given up: %s", part, reason)
 
     def on_serving(self) -> None:
         self.stop_live()
         self._on_ready()
+
+    def on_rolling(self) -> None:
+        _log.info("restarting one process after the other")
+
+    def on_rolled(self, failure: str | None) -> None:
+        if failure is None:
+            _log.info("all processes have been replaced")
+        else:
+            _log.error("the rolling restart ended early: %s", failure)
 
     def on_stopping(self, reason: str) -> None:
         self.stop_live()
@@ -106,10 +118,10 @@ class ServeDisplay:
 
     def _table(self) -> Table:
         grid = Table.grid(padding=(0, 1))
-        for part, report in self._reports.items():
+        for name, report in self._reports.items():
             mark = Text("✓", "green") if report.phase == READY else Spinner("dots")
             bar = ProgressBar(report.total, report.done, width=30) if report.total else Text("")
-            grid.add_row(mark, Text(str(part), "bold"), Text(describe(report)), bar)
+            grid.add_row(mark, Text(name, "bold"), Text(describe(report)), bar)
         return grid
 
 

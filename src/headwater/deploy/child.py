@@ -11,11 +11,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from headwater.config.schema import ServeConfig
 from headwater.config.fields import secrets_of
+from headwater.config.schema import ServeConfig
 from headwater.deploy.reports import Reporter
 from headwater.deploy.supervision import FAILED_EXIT, PERMANENT_EXIT
 from headwater.errors import ConfigError, HeadwaterError, ModelError
@@ -26,8 +27,18 @@ _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 20
 
-RunPart = Callable[[ServeConfig, int, Reporter], int]
-"""(configuration, index, reporter): runs until the process is told to leave; returns the exit code."""
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Which of the processes of a kind this is."""
+
+    index: int
+    listen_fds: tuple[int, ...] = ()
+    """Sockets that listen already, for a frontend."""
+
+
+RunPart = Callable[[ServeConfig, Seat, Reporter], int]
+"""Runs until the process is told to leave; returns the exit code."""
 
 
 def main(argv: Sequence[str], run_parts: Mapping[str, RunPart]) -> int:
@@ -38,17 +49,19 @@ def main(argv: Sequence[str], run_parts: Mapping[str, RunPart]) -> int:
     configure_logging(config.runtime, f"{args.kind}-{args.index}", secrets=secrets_of(config))
     reporter = Reporter(args.report_fd)
     try:
-        return run_parts[args.kind](config, args.index, reporter)
+        seat = Seat(args.index, tuple(int(fd) for fd in args.listen_fds.split(",") if fd))
+        return run_parts[args.kind](config, seat, reporter)
     except HeadwaterError as error:
         _log.debug("%s failed", args.kind, exc_info=True)
         reporter.failed(error)
         return PERMANENT_EXIT if isinstance(error, ConfigError | ModelError) else FAILED_EXIT
 
 
-def arguments(kind: str, index: int, config_fd: int, report_fd: int) -> list[str]:
+def arguments(kind: str, seat: Seat, config_fd: int, report_fd: int) -> list[str]:
     """The command line that `main` reads."""
-    words = {"--index": index, "--config-fd": config_fd, "--report-fd": report_fd, "--parent-pid": os.getpid()}
-    return [kind, *(str(word) for pair in words.items() for word in pair)]
+    words = {"--index": seat.index, "--config-fd": config_fd, "--report-fd": report_fd, "--parent-pid": os.getpid()}
+    listening = ["--listen-fds", ",".join(map(str, seat.listen_fds))] if seat.listen_fds else []
+    return [kind, *(str(word) for pair in words.items() for word in pair), *listening]
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -74,4 +87,5 @@ def _parse(argv: Sequence[str], kinds: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("kind", choices=kinds)
     for name in ("--index", "--config-fd", "--report-fd", "--parent-pid"):
         parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--listen-fds", default="")
     return parser.parse_args(argv)

@@ -1,8 +1,9 @@
 """The local supervisor: runs frontends and workers as child processes and keeps them running.
 
 A thin shell around `Supervision`, which decides: this module starts processes, carries signals, timers and reports,
-and tells an observer. Children get the configuration through an unlinked file that they inherit: nothing secret is on
-a command line, in an environment or under a name.
+and tells an observer. SIGTERM and SIGINT stop everything; SIGUSR2 restarts one process after the other, as does SIGHUP
+unless it says that our terminal was closed. Children get the configuration through an unlinked file that they inherit:
+nothing secret is on a command line, in an environment or under a name.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ import msgspec
 from headwater.clock import Clock, RealClock
 from headwater.config.fields import ENVIRONMENT_PREFIX
 from headwater.config.schema import ServeConfig
-from headwater.deploy.child import arguments
+from headwater.deploy.child import Seat, arguments
+from headwater.deploy.ports import Listeners
 from headwater.deploy.process import Child, describe_exit
 from headwater.deploy.reports import READY, FailureReport, ProgressReport, Report
 from headwater.deploy.restarts import RestartLimits
@@ -31,6 +33,7 @@ from headwater.deploy.supervision import (
     Limits,
     Part,
     Restarting,
+    Rolled,
     Start,
     Stopping,
     Supervision,
@@ -39,7 +42,7 @@ from headwater.deploy.supervision import (
 
 CHILD_COMMAND = (sys.executable, "-m", "headwater.deploy.parts")
 _SPAWN_FAILED_EXIT = 126
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+RESTART_SIGNAL = signal.SIGUSR2
 
 
 class Observer(Protocol):
@@ -54,6 +57,12 @@ class Observer(Protocol):
     def on_gave_up(self, part: Part, reason: str) -> None: ...
 
     def on_serving(self) -> None: ...
+
+    def on_rolling(self) -> None:
+        """One process after the other is being replaced."""
+        ...
+
+    def on_rolled(self, failure: str | None) -> None: ...
 
     def on_stopping(self, reason: str) -> None: ...
 
@@ -77,6 +86,7 @@ class LocalSupervisor:
         self._command = command
         self._clock = clock or RealClock()
         self._core = Supervision(parts_of(config), limits_of(config))
+        self._listeners = Listeners(config.frontend.host, config.frontend.port)
         self._children: dict[Part, Child] = {}
         self._failures: dict[Part, FailureReport] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -85,6 +95,13 @@ class LocalSupervisor:
     def stop(self) -> None:
         """Drain and leave; called again: leave at once."""
         self._apply(self._core.stop(self._clock.now()))
+
+    def restart(self) -> None:
+        """Replace one process after the other; nothing if that is under way."""
+        actions = self._core.restart(self._clock.now())
+        if actions:
+            self._observer.on_rolling()
+        self._apply(actions)
 
     def pids(self) -> dict[Part, int]:
         return {part: child.pid for part, child in self._children.items()}
@@ -96,16 +113,25 @@ class LocalSupervisor:
         self._config_file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed below; outlives this frame
         self._config_file.write(msgspec.json.encode(self._config))
         self._config_file.flush()
-        signals = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        handlers = {n: act for n, act in self._handlers().items() if signal.getsignal(n) is not signal.SIG_IGN}
         try:
-            for number in signals:
-                self._loop.add_signal_handler(number, self.stop)
+            for number, act in handlers.items():
+                self._loop.add_signal_handler(number, act)
             self._apply(self._core.begin(self._clock.now()))
             return await self._finished
         finally:
-            for number in signals:
+            for number in handlers:
                 self._loop.remove_signal_handler(number)
             await self._release()
+
+    def _handlers(self) -> dict[signal.Signals, Callable[[], None]]:
+        on_hangup = self.stop if os.isatty(0) else self.restart
+        return {
+            signal.SIGTERM: self.stop,
+            signal.SIGINT: self.stop,
+            signal.SIGHUP: on_hangup,
+            RESTART_SIGNAL: self.restart,
+        }
 
     async def _release(self) -> None:
         """Leave nothing running, whatever happened."""
@@ -116,6 +142,7 @@ class LocalSupervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._listeners.close()
         self._config_file.close()
 
     # Actions
@@ -136,30 +163,45 @@ class LocalSupervisor:
             case Kill(part):
                 if child := self._children.get(part):
                     child.kill()
-            case Restarting(part, reason, delay_s):
-                self._observer.on_restarting(part, reason, delay_s)
-            case GaveUp(part, reason):
-                self._observer.on_gave_up(part, reason)
-            case Stopping(reason):
-                self._observer.on_stopping(reason)
             case AllReady():
                 self._spawn_task(self._await_serving())
             case Finish():
                 if not self._finished.done():
                     self._finished.set_result(action)
+            case _:
+                self._tell(action)
+
+    def _tell(self, news: Restarting | GaveUp | Rolled | Stopping) -> None:
+        match news:
+            case Restarting(part, reason, delay_s):
+                self._close_listeners(part)
+                self._observer.on_restarting(part, reason, delay_s)
+            case GaveUp(part, reason):
+                self._close_listeners(part)
+                self._observer.on_gave_up(part, reason)
+            case Rolled(failure):
+                self._observer.on_rolled(failure)
+            case Stopping(reason):
+                self._observer.on_stopping(reason)
 
     def _start(self, part: Part) -> None:
         self._failures.pop(part, None)
         report_fds = os.pipe()
         config_fd = self._config_file.fileno()
-        command = [*self._command, *arguments(part.kind, part.index, config_fd, report_fds[1])]
         try:
-            child = Child.start(command, report_fds, config_fd, _child_environment())
+            seat = Seat(part.index, self._listeners.of(part.index) if part.kind == "frontend" else ())
+            command = [*self._command, *arguments(part.kind, seat, config_fd, report_fds[1])]
+            child = Child.start(command, report_fds, (config_fd, *seat.listen_fds), _child_environment())
         except OSError as error:
             self._loop.call_soon(self._exited, part, _SPAWN_FAILED_EXIT, f"cannot start: {error}")
             return
         self._children[part] = child
         self._spawn_task(self._watch(part, child))
+
+    def _close_listeners(self, part: Part) -> None:
+        """Nobody accepts from its sockets for now: clients are to find somebody else's."""
+        if part.kind == "frontend" and self._config.frontends > 1:
+            self._listeners.drop(part.index)
 
     async def _watch(self, part: Part, child: Child) -> None:
         code = await child.wait(

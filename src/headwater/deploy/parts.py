@@ -8,24 +8,24 @@ import sys
 import uvloop
 
 from headwater.config.schema import ServeConfig
-from headwater.deploy.child import main
+from headwater.deploy.child import Seat, main
 from headwater.deploy.reports import READY, Reporter
 from headwater.engines.base import Progress
 
 
-def frontend_part(config: ServeConfig, _index: int, reporter: Reporter) -> int:
+def frontend_part(config: ServeConfig, seat: Seat, reporter: Reporter) -> int:
     from headwater.frontend.process import run_frontend
 
     def listening(port: int) -> None:
         reporter.progress(Progress(READY, detail=f"listening on port {port}"))
 
-    return uvloop.run(run_frontend(config, share_port=config.frontends > 1, on_listening=listening))
+    return uvloop.run(run_frontend(config, listen_fds=seat.listen_fds, on_listening=listening))
 
 
-def worker_part(config: ServeConfig, index: int, reporter: Reporter) -> int:
+def worker_part(config: ServeConfig, seat: Seat, reporter: Reporter) -> int:
     from headwater.worker.process import worker_main
 
-    return worker_main(config, worker_index=index, num_workers=config.workers, progress=reporter.progress)
+    return worker_main(config, worker_index=seat.index, num_workers=config.workers, progress=reporter.progress)
 
 
 PARTS = {"frontend": frontend_part, "worker": worker_part}

@@ -1,8 +1,12 @@
-"""The port of a graph, checked and held before anything is loaded.
+"""The port of a graph, checked and held before anything is loaded, and the sockets that listen on it.
 
-Frontends listen for themselves, and several share the port (SO_REUSEPORT). That option would also let two graphs of
-one user share a port by accident, so the supervisor first listens alone for a moment, which fails if anybody else
-does, and then holds the address, without listening, for as long as it runs.
+Frontends share the port (SO_REUSEPORT). That option would also let two graphs of one user share a port by accident, so
+the supervisor first listens alone for a moment, which fails if anybody else does, and then holds the address, without
+listening, for as long as it runs.
+
+The listening sockets are the supervisor's, one set for each frontend, and inherited by every process that takes its
+place: while one process succeeds another, connections wait in the socket and none is refused or reset. The sockets of a
+frontend that died are closed, so that the kernel gives new connections to the others meanwhile.
 """
 
 import contextlib
@@ -11,6 +15,9 @@ import socket
 from collections.abc import Iterator
 
 from headwater.errors import ConfigError
+
+BACKLOG = 4096
+"""Connections that wait for a frontend."""
 
 
 @contextlib.contextmanager
@@ -28,6 +35,43 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
             except OSError as error:
                 raise _refused(host, port, error) from error
         yield port
+
+
+class Listeners:
+    """The listening sockets of all frontends."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._sockets: dict[int, list[socket.socket]] = {}
+
+    def of(self, index: int) -> tuple[int, ...]:
+        """Descriptors of one frontend's sockets, opened if need be. Raises `OSError` and `ConfigError`."""
+        if index not in self._sockets:
+            self._sockets[index] = self._open()
+        return tuple(listener.fileno() for listener in self._sockets[index])
+
+    def drop(self, index: int) -> None:
+        for listener in self._sockets.pop(index, []):
+            listener.close()
+
+    def close(self) -> None:
+        for index in list(self._sockets):
+            self.drop(index)
+
+    def _open(self) -> list[socket.socket]:
+        opened: list[socket.socket] = []
+        try:
+            for family, address in _addresses(self._host, self._port):
+                opened.append(_socket(family, reuse_port=True))
+                opened[-1].bind((address, self._port))
+                self._port = opened[-1].getsockname()[1]
+                opened[-1].listen(BACKLOG)
+        except OSError:
+            for listener in opened:
+                listener.close()
+            raise
+        return opened
 
 
 def connectable(host: str) -> str:

@@ -36,8 +36,10 @@ class Child:
         self._reaped = False
 
     @classmethod
-    def start(cls, command: Sequence[str], report_fds: tuple[int, int], config_fd: int, env: dict[str, str]) -> "Child":
-        """Raises OSError. Takes over both ends of the report pipe."""
+    def start(
+        cls, command: Sequence[str], report_fds: tuple[int, int], passed_fds: Sequence[int], env: dict[str, str]
+    ) -> "Child":
+        """Raises OSError. Takes over both ends of the report pipe; the child inherits `passed_fds` besides."""
         read_fd, write_fd = report_fds
         reports = os.fdopen(read_fd, "rb", buffering=0)
         try:
@@ -46,7 +48,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(config_fd, write_fd),
+                pass_fds=(*passed_fds, write_fd),
                 process_group=0,
                 env=env,
                 bufsize=0,

@@ -6,11 +6,18 @@
                      v
     stopping: frontends drain first, while workers still serve their streams; then workers; then Finish
 
+A rolling restart (`restart`) replaces one process after the other. A worker leaves, its streams end or go on at the
+others, then its successor starts. A frontend's successor starts first, on the same listening socket; when it is ready
+the old one stops accepting and ends what it has begun. A successor is another part with the same index. When one cannot
+be started the rest stays as it is.
+
 Invariants, checked by `check()`: at most one live process per part; after `stop` nothing is started; `Finish` comes
 exactly once and only when nothing is alive. A process that fails with `PERMANENT_EXIT` before it was ever ready is not
-started again, because the same configuration would fail the same way.
+started again, because the same configuration would fail the same way. One that leaves with code 0 was asked to, and is
+replaced at once.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,6 +38,12 @@ class Part:
 
     kind: Kind
     index: int
+    life: int = 0
+    """Successors have the same index."""
+
+    @property
+    def successor(self) -> "Part":
+        return Part(self.kind, self.index, self.life + 1)
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.index}"
@@ -83,12 +96,19 @@ class Stopping:
 
 
 @dataclass(frozen=True, slots=True)
+class Rolled:
+    """News: a rolling restart is over; `failure` says why, if not everything was replaced."""
+
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     code: int
     reason: str
 
 
-Action = Start | Terminate | Kill | Restarting | GaveUp | AllReady | Stopping | Finish
+Action = Start | Terminate | Kill | Restarting | GaveUp | AllReady | Stopping | Rolled | Finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +150,15 @@ class _Ending:
 
 
 @dataclass(slots=True)
+class _Roll:
+    """A rolling restart under way: who is still to be replaced, who leaves and who comes now."""
+
+    waiting: deque[Part]
+    leaving: Part | None = None
+    coming: Part | None = None
+
+
+@dataclass(slots=True)
 class Supervision:
     """The state of a graph of processes."""
 
@@ -140,6 +169,7 @@ class Supervision:
     _announced: bool = field(init=False, default=False)
     _serving: bool = field(init=False, default=False)
     _ending: _Ending | None = field(init=False, default=None)
+    _roll: _Roll | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._states = {part: _State(RestartPolicy(self.limits.restarts)) for part in self.parts}
@@ -147,6 +177,10 @@ class Supervision:
     @property
     def stopping(self) -> bool:
         return self._ending is not None
+
+    @property
+    def rolling(self) -> bool:
+        return self._roll is not None
 
     @property
     def finished(self) -> bool:
@@ -178,6 +212,10 @@ class Supervision:
             return []
         state.status, state.ready_at, state.ever_ready = "ready", now, True
         self._extend_ready_deadline(now)
+        roll = self._roll
+        if roll is not None and part == roll.coming:
+            roll.coming = None
+            return [*self._announce(), *self._roll_on(now)]
         return self._announce()
 
     def serving(self) -> None:
@@ -193,11 +231,24 @@ class Supervision:
         state.status, state.kill_at = "down", None
         if self._ending is not None:
             return self._proceed(now)
+        if self._roll is not None and (part == self._roll.leaving or self._cannot_come(part)):
+            return self._replaced(part, now, reason)
+        if code == 0 and state.ever_ready:
+            state.status, state.start_at = "waiting", now
+            return [Restarting(part, reason, 0.0)]
         delay_s = None if code == PERMANENT_EXIT and not state.ever_ready else state.policy.after_exit(ready_s)
         if delay_s is None:
             return self._give_up(part, now, code, reason)
         state.status, state.start_at = "waiting", now + delay_s
         return [Restarting(part, reason, delay_s)]
+
+    def restart(self, now: float) -> list[Action]:
+        """Replace what runs, workers first. Nothing while that is under way already, or all is being stopped."""
+        if self._roll is not None or self._ending is not None:
+            return []
+        ready = [part for part, state in self._states.items() if state.status == "ready"]
+        self._roll = _Roll(deque(sorted(ready, key=lambda part: (part.kind == "frontend", part.index))))
+        return self._roll_on(now)
 
     def stop(self, now: float, code: int = 0, reason: str = "asked to stop") -> list[Action]:
         """The first time: drain. Again: end everything now."""
@@ -205,6 +256,7 @@ class Supervision:
             return [Kill(part) for part in self._alive()]
         self._ending = _Ending(code, reason)
         self._ready_by = None
+        self._roll = None
         for state in self._states.values():
             state.start_at = None
             if state.status == "waiting":
@@ -232,7 +284,10 @@ class Supervision:
         for state in self._states.values():
             assert (state.start_at is not None) == (state.status == "waiting")
             assert state.kill_at is None or state.alive
+        if self._roll is not None:
+            assert self._roll.leaving is not None or self._roll.coming is not None
         if self._ending is not None:
+            assert self._roll is None
             assert self._ready_by is None
             assert all(state.status != "waiting" for state in self._states.values())
             assert not (self._ending.finished and self._alive())
@@ -244,6 +299,53 @@ class Supervision:
         state.status, state.start_at = "starting", None
         return Start(part)
 
+    def _roll_on(self, now: float) -> list[Action]:
+        """The next step of a rolling restart, if the last one is done."""
+        roll = self._roll
+        if roll is None or roll.coming is not None:
+            return []
+        if roll.leaving is not None:
+            return self._dismiss(roll.leaving, now)
+        while roll.waiting:
+            part = roll.waiting.popleft()
+            if part not in self._states or self._states[part].status != "ready":
+                continue  # it has died by itself since
+            roll.leaving = part
+            return self._dismiss(part, now) if part.kind == "worker" else [self._succeed(part)]
+        self._roll = None
+        return [Rolled()]
+
+    def _dismiss(self, part: Part, now: float) -> list[Action]:
+        state = self._states[part]
+        if not state.alive or state.kill_at is not None:
+            return []
+        state.kill_at = now + self.limits.drain_timeout_s + self.limits.exit_grace_s
+        return [Terminate(part)]
+
+    def _succeed(self, part: Part) -> Start:
+        assert self._roll is not None
+        self._roll.coming = part.successor
+        self._states[part.successor] = _State(RestartPolicy(self.limits.restarts))
+        return self._start(part.successor)
+
+    def _cannot_come(self, part: Part) -> bool:
+        """A frontend's successor has failed while the old one still serves."""
+        roll = self._roll
+        return roll is not None and part == roll.coming and part.kind == "frontend" and roll.leaving is not None
+
+    def _replaced(self, part: Part, now: float, reason: str) -> list[Action]:
+        """One of a pair has gone."""
+        roll = self._roll
+        assert roll is not None
+        del self._states[part]
+        if part == roll.coming:
+            self._roll = None
+            return [Rolled(f"{part} could not be replaced: {reason}")]
+        roll.leaving = None
+        if part.kind == "worker":
+            return [self._succeed(part)]
+        return self._roll_on(now)
+
     def _announce(self) -> list[Action]:
         left = [state.status for state in self._states.values() if state.status != "given_up"]
         if self._announced or self._ending is not None or any(status != "ready" for status in left):
@@ -254,9 +356,13 @@ class Supervision:
     def _give_up(self, part: Part, now: float, code: int, reason: str) -> list[Action]:
         state = self._states[part]
         state.status = "given_up"
+        rolled: list[Action] = []
+        if self._roll is not None and part == self._roll.coming:
+            self._roll = None
+            rolled = [Rolled(f"{part} could not be started again: {reason}")]
         if state.policy.failures > self.limits.restarts.max_restarts:
             reason = f"{reason} (failed {state.policy.failures} times in a row)"
-        actions: list[Action] = [GaveUp(part, reason)]
+        actions: list[Action] = [*rolled, GaveUp(part, reason)]
         if all(other.status == "given_up" for same, other in self._states.items() if same.kind == part.kind):
             final = PERMANENT_EXIT if code == PERMANENT_EXIT else FAILED_EXIT
             return [*actions, *self.stop(now, final, f"no {part.kind} is left; {part}: {reason}")]

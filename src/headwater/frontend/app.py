@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
 
-from headwater.errors import Draining, Forbidden, HeadwaterError, RateLimited, Unauthorized
+from headwater.errors import Forbidden, HeadwaterError, RateLimited, Unauthorized
 from headwater.frontend.http.base import HttpRequest, Responder
 from headwater.frontend.http.replies import Reply, reply_for
 from headwater.frontend.metrics import FrontendMetrics
@@ -116,8 +116,6 @@ class Application:
             self._tenancy.usage.write(_usage_line(record, usage, status))
 
     def _admit(self, record: RequestRecord) -> None:
-        if self.draining:
-            raise Draining("this frontend is shutting down", retry_after_s=_RETRY_AFTER_S)
         if self._num_generating >= self._limit:
             raise RateLimited(
                 f"{self._num_generating} requests are in progress, the limit is {self._limit}",

@@ -16,7 +16,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from headwater.frontend.decision_pages import DecisionPages
 from headwater.frontend.dispatcher import ClusterDispatcher
 from headwater.frontend.http.limits import HttpLimits
 from headwater.frontend.http.server import HttpServer
+from headwater.frontend.http.tls import Tls
 from headwater.frontend.metrics import FrontendMetrics, MetricsPage
 from headwater.frontend.models import ModelSet
 from headwater.frontend.openai.serving import RelayedModel, ServedModel, build_model, openai_routes
@@ -116,6 +117,7 @@ class Frontend:
             http_limits(config.frontend),
             cors=config.frontend.cors,
             on_answered=self.application.on_answered,
+            tls=open_tls(config.frontend),
         )
 
     def _admin_routes(self, frontend_id: str, metrics: FrontendMetrics) -> list[Route]:
@@ -144,11 +146,14 @@ class Frontend:
             for spec in offered
         ]
 
-    async def start(self, *, share_port: bool) -> int:
-        """Listen and begin to look for workers; returns the port."""
+    async def start(self, *, share_port: bool = False, listen_fds: Sequence[int] = ()) -> int:
+        """Listen, or take over sockets that do, and begin to look for workers; returns the port."""
         frontend = self._config.frontend
         try:
-            port = await self.server.start(frontend.host, frontend.port, reuse_port=share_port)
+            if listen_fds:
+                port = await self.server.start_on([socket.socket(fileno=fd) for fd in listen_fds])
+            else:
+                port = await self.server.start(frontend.host, frontend.port, reuse_port=share_port)
         except OSError as error:
             raise _cannot_listen(frontend, error) from error
         self.tenancy.start()
@@ -156,7 +161,7 @@ class Frontend:
         return port
 
     async def stop(self, timeout_s: float) -> bool:
-        """Refuse new requests, let running ones end, leave. True when all ended in time."""
+        """Accept nothing more, let what came end, leave. True when all ended in time."""
         self.application.draining = True
         complete = await self.server.stop(timeout_s)
         await self.cluster.close()
@@ -175,6 +180,18 @@ def open_request_log(config: FrontendConfig, clock: Clock) -> RequestLog | None:
     return RequestLog(path, clock, max_bytes=config.record_requests_size, kept_files=config.record_requests_files)
 
 
+def open_tls(config: FrontendConfig) -> Tls | None:
+    """Raises `ConfigError`."""
+    cert, key, client_ca = (
+        Path(p).expanduser() if p else None for p in (config.tls_cert, config.tls_key, config.tls_client_ca)
+    )
+    if cert is None:
+        if key is not None or client_ca is not None:
+            raise ConfigError("--tls-key and --tls-client-ca want a --tls-cert")
+        return None
+    return Tls(cert, key, client_ca)
+
+
 def http_limits(config: FrontendConfig) -> HttpLimits:
     return HttpLimits(
         max_connections=config.max_connections,
@@ -188,27 +205,39 @@ def http_limits(config: FrontendConfig) -> HttpLimits:
 
 
 async def run_frontend(
-    config: ServeConfig, *, share_port: bool = False, on_listening: OnListening | None = None
+    config: ServeConfig,
+    *,
+    share_port: bool = False,
+    listen_fds: Sequence[int] = (),
+    on_listening: OnListening | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code. A second signal ends the draining."""
+    """Serve until SIGTERM or SIGINT; returns the exit code. A second signal ends the draining.
+
+    `listen_fds`: sockets that whoever started this process listens on, and goes on holding after it has left.
+    """
     if config.runtime.registry is None:
         raise ConfigError("a frontend on its own needs --registry", hint="for example --registry file:///run/headwater")
+    check_public(config)
     _allow_connections(config.frontend.max_connections)
     planes = open_planes(config.runtime)
     registry = open_registry(config.runtime.registry)
     try:
         frontend = Frontend(config, planes, registry, cache_folder=default_cache_folder(), on_built=settle_memory)
-        await _serve(frontend, config, share_port, on_listening)
+        await _serve(
+            frontend, config, lambda: frontend.start(share_port=share_port, listen_fds=listen_fds), on_listening
+        )
     finally:
         await registry.close()
         await planes.close()
     return 0
 
 
-async def _serve(frontend: Frontend, config: ServeConfig, share_port: bool, on_listening: OnListening | None) -> None:
+async def _serve(
+    frontend: Frontend, config: ServeConfig, start: Callable[[], Awaitable[int]], on_listening: OnListening | None
+) -> None:
     stop = _stop_signals()
     try:
-        port = await frontend.start(share_port=share_port)
+        port = await start()
         logger.info("listening on %s:%d", config.frontend.host, port)
         if on_listening is not None:
             on_listening(port)
@@ -217,7 +246,6 @@ async def _serve(frontend: Frontend, config: ServeConfig, share_port: bool, on_l
         await stop.get()
         logger.info("draining: %d requests in progress", frontend.application.num_generating)
         await _drain(frontend, stop, config.runtime.drain_timeout)
-    check_public(config)
     finally:
         await frontend.stop(0.0)
 

@@ -16,6 +16,7 @@ from headwater.deploy.supervision import (
     Limits,
     Part,
     Restarting,
+    Rolled,
     Start,
     Stopping,
     Supervision,
@@ -141,6 +142,61 @@ def test_with_one_worker_given_up_the_rest_is_ready() -> None:
     assert core.exited(W1, 2.0, 1, "boom") == [GaveUp(W1, "boom (failed 1 times in a row)"), AllReady()]
 
 
+def test_a_process_that_left_as_told_is_replaced_at_once_and_not_counted_as_a_failure() -> None:
+    core = running()
+    for now in (10.0, 20.0, 30.0, 40.0):
+        assert core.exited(W0, now, 0, "exit code 0") == [Restarting(W0, "exit code 0", 0.0)]
+        assert core.tick(now) == [Start(W0)]
+        core.ready(W0, now + 1)
+
+
+def test_a_rolling_restart_replaces_workers_one_by_one_then_frontends_with_their_successor_first() -> None:
+    core = running()
+    assert core.restart(10.0) == [Terminate(W0)]
+    assert core.restart(10.0) == [], "one at a time"
+    assert core.next_deadline() == 45.0, "drain time and grace"
+    assert core.exited(W0, 12.0, 0, "left") == [Start(W0.successor)]
+    assert core.ready(W0.successor, 13.0) == [Terminate(W1)]
+    assert core.tick(48.0) == [Kill(W1)]
+    assert core.exited(W1, 48.0, -9, "killed") == [Start(W1.successor)]
+    assert core.ready(W1.successor, 50.0) == [Start(F0.successor)]
+    assert core.ready(F0.successor, 51.0) == [Terminate(F0)]
+    assert core.exited(F0, 60.0, 0, "left") == [Rolled()]
+    assert not core.rolling
+    assert core.restart(70.0) == [Terminate(W0.successor)]
+
+
+def test_a_rolling_restart_ends_when_a_frontend_cannot_be_replaced_and_the_old_one_stays() -> None:
+    core = Supervision([F0], LIMITS)
+    core.begin(0.0)
+    core.ready(F0, 1.0)
+    assert core.restart(10.0) == [Start(F0.successor)]
+    assert core.exited(F0.successor, 11.0, 1, "no") == [Rolled("frontend-0 could not be replaced: no")]
+    assert core.status(F0) == "ready"
+    assert core.exited(F0, 20.0, -9, "killed") == [Restarting(F0, "killed", 0.5)]
+
+
+def test_a_worker_that_does_not_start_again_at_once_is_tried_as_always() -> None:
+    core = running()
+    core.restart(10.0)
+    core.exited(W0, 12.0, 0, "left")
+    assert core.exited(W0.successor, 13.0, 1, "boom") == [Restarting(W0.successor, "boom", 0.5)]
+    assert core.tick(14.0) == [Start(W0.successor)]
+    assert core.ready(W0.successor, 15.0) == [Terminate(W1)]
+    core.exited(W1, 16.0, 0, "left")
+    core.exited(W1.successor, 17.0, 2, "no such model")
+    assert not core.rolling
+
+
+def test_stopping_ends_a_rolling_restart() -> None:
+    core = running()
+    core.restart(10.0)
+    core.stop(11.0)
+    core.exited(F0, 12.0, 0, "left")
+    core.exited(W1, 12.0, 0, "left")
+    assert core.exited(W0, 13.0, 0, "left") == [Finish(0, "asked to stop")]
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Processes that start, become ready, fail and obey (or not) in any order, beside the decisions."""
 
@@ -192,6 +248,10 @@ class AnyOrder(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.take(self.core.tick(self.now))
+
+    @rule()
+    def restart(self) -> None:
+        self.take(self.core.restart(self.now))
 
     @rule()
     def stop(self) -> None:

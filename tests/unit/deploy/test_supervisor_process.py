@@ -9,7 +9,7 @@ from headwater.deploy.process import Child
 def test_a_child_told_to_leave_as_it_ended_is_noticed() -> None:
     config_fd = os.open(os.devnull, os.O_RDONLY)
     try:
-        child = Child.start(["sh", "-c", "exit 7"], os.pipe(), config_fd, {"PATH": os.environ["PATH"]})
+        child = Child.start(["sh", "-c", "exit 7"], os.pipe(), (config_fd,), {"PATH": os.environ["PATH"]})
     finally:
         os.close(config_fd)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

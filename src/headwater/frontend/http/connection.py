@@ -160,17 +160,13 @@ class Connection(asyncio.Protocol):
             self._complete(exchange)
 
     def drain(self) -> None:
-        """Close as soon as nothing is owed."""
-        if self._active is None and not self._waiting:
-            if self._reader.phase != IDLE and not self._refused:
-                self._refuse(BadHead(503, "the server is shutting down"))
-            elif not self._refused:
-                self._transport.close()
-            return
-        self._deaf = True
+        """Close as soon as nothing is owed; the next answer says so. What is on its way is still answered."""
         last = self._waiting[-1] if self._waiting else self._active
-        assert last is not None
-        last.keep_alive = False
+        if last is not None:
+            self._deaf = True
+            last.keep_alive = False
+        elif self._reader.phase == IDLE:
+            self.read_deadline = min(self.read_deadline, self._server.now + self._server.limits.drain_idle_s)
 
     def on_tick(self, now: float) -> None:
         """Look at the deadlines."""

@@ -32,3 +32,5 @@ class HttpLimits:
     """Time in which a client that owes reading must take something."""
     linger_timeout_s: float = 2.0
     """After a refusal: how long input is thrown away so that the client gets to read the answer."""
+    drain_idle_s: float = 1.0
+    """When the server stops: how long an idle connection is kept, for a request that is on its way."""

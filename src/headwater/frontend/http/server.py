@@ -8,7 +8,7 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 
 from headwater.errors import HeadwaterError, InternalError
 from headwater.frontend.http.base import Handler, HttpRequest, OnAnswered
@@ -18,6 +18,7 @@ from headwater.frontend.http.exchange import Exchange
 from headwater.frontend.http.head import BadHead, RequestIds
 from headwater.frontend.http.limits import HttpLimits
 from headwater.frontend.http.replies import date_line
+from headwater.frontend.http.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class HttpServer:
         *,
         cors: tuple[str, ...] = (),
         on_answered: OnAnswered | None = None,
+        tls: Tls | None = None,
         tick_s: float = 0.5,
     ) -> None:
         self.limits = limits
@@ -49,6 +51,7 @@ class HttpServer:
         self._handler = handler
         self._cors = Cors(cors) if cors else None
         self._on_answered = on_answered
+        self._tls = tls
         self._tick_s = tick_s
         self._request_ids = RequestIds()
         self._date = date_line(time.time())
@@ -69,16 +72,36 @@ class HttpServer:
     async def start(self, host: str, port: int, *, reuse_port: bool = False) -> int:
         """Listen; returns the port."""
         self._loop = asyncio.get_running_loop()
-        for sock in await self._open_sockets(host, port, reuse_port):
+        return await self.start_on(await self._open_sockets(host, port, reuse_port))
+
+    async def start_on(self, sockets: Sequence[socket.socket]) -> int:
+        """Accept from sockets, which may listen already; returns the port. To be owned here; closed by `stop`."""
+        self._loop = asyncio.get_running_loop()
+        port = 0
+        for sock in sockets:
+            _set_options(sock)
             port = sock.getsockname()[1]
-            self._listeners.append(
-                await self._loop.create_server(lambda: Connection(self), sock=sock, backlog=_BACKLOG)
-            )
+            self._listeners.append(await self._listen(sock))
         self._tick()
         return port
 
+    async def _listen(self, sock: socket.socket) -> asyncio.Server:
+        if self._tls is None:
+            return await self._loop.create_server(lambda: Connection(self), sock=sock, backlog=_BACKLOG)
+        return await self._loop.create_server(
+            lambda: Connection(self),
+            sock=sock,
+            backlog=_BACKLOG,
+            ssl=self._tls.context,
+            ssl_handshake_timeout=self.limits.header_timeout_s,
+            ssl_shutdown_timeout=self.limits.linger_timeout_s,
+        )
+
     async def stop(self, timeout_s: float) -> bool:
-        """Close the listener and idle connections, let running answers end. True when all did in time."""
+        """Accept no more, answer what comes on open connections for the last time, let running answers end.
+
+        True when all did in time. Idle connections get a moment, in which a request may be on its way.
+        """
         self._draining = True
         for listener in self._listeners:
             listener.close()
@@ -219,6 +242,8 @@ class HttpServer:
     def _tick(self) -> None:
         self.now = now = time.monotonic()
         self._date = date_line(time.time())
+        if self._tls is not None:
+            self._tls.look(now)
         for connection in list(self._connections):
             if connection.read_deadline <= now or connection.write_deadline <= now:
                 connection.on_tick(now)
@@ -226,10 +251,14 @@ class HttpServer:
 
 
 def _bound_socket(family: int, address: tuple[str | int, ...], reuse_port: bool) -> socket.socket:
-    """A socket bound to `address`, with the options that accepted connections inherit."""
+    """A socket bound to `address`."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        _set_options(sock, reuse_port)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if sock.family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
     except OSError:
         sock.close()
@@ -237,13 +266,9 @@ def _bound_socket(family: int, address: tuple[str | int, ...], reuse_port: bool)
     return sock
 
 
-def _set_options(sock: socket.socket, reuse_port: bool) -> None:
+def _set_options(sock: socket.socket) -> None:
+    """Those that accepted connections inherit."""
     sock.setblocking(False)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if reuse_port:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    if sock.family == socket.AF_INET6:
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _USER_TIMEOUT_MS // 1000)
