@@ -18,19 +18,19 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import inf, isnan
+from math import inf
 from pathlib import Path
 from random import Random
 from statistics import fmean
 
 from headwater.perf.curve import StepCurve
 from headwater.perf.model import StepShape
-from headwater.planner.decide import Planner, PlannerSettings
+from headwater.planner.decide import PlannerSettings
 from headwater.planner.objective import Objective
 from headwater.planner.plan import RolePlan, candidates
 from headwater.planner.pool import WorkerModel
-from headwater.planner.traffic import Served
-from headwater.planner.whatif import FastCluster, Job
+from headwater.planner.whatif import FastCluster, Job, Outcomes
+from headwater.sim.adaptive import AdaptiveCluster
 
 CURVES = Path(__file__).with_name("disagg_curves.json")
 KV_TOKENS = {
@@ -163,9 +163,9 @@ def objective_of(cell: Cell, known: dict[str, StepCurve]) -> Objective:
             return Objective(4 * alone + 150, middle)
 
 
-def judged(jobs: Sequence[Job], outcomes: object, objective: Objective, warm_ms: float) -> tuple[float, float]:
+def judged(jobs: Sequence[Job], outcomes: Outcomes, objective: Objective, warm_ms: float) -> tuple[float, float]:
     """(requests per s within the objectives, share of them)."""
-    ttft, tpot = outcomes.ttft_ms, outcomes.tpot_ms  # type: ignore[attr-defined]
+    ttft, tpot = outcomes.ttft_ms, outcomes.tpot_ms
     numbers = [number for number, job in enumerate(jobs) if job.at_ms >= warm_ms]
     met = sum(objective.met(ttft[number], tpot[number]) for number in numbers)
     seconds = (jobs[-1].at_ms - warm_ms) / 1000
@@ -178,48 +178,13 @@ def run_fixed(pool: list[WorkerModel], plan: RolePlan, jobs: Sequence[Job]) -> F
     return cluster
 
 
-class Watched:
-    """A simulated cluster whose planner sees what a frontend sees."""
-
-    def __init__(self, pool: list[WorkerModel], believed: list[WorkerModel], settings: PlannerSettings) -> None:
-        self.planner = Planner(len(pool), settings)
-        self.cluster = FastCluster(pool, self.planner.plan, 128.0)
-        self.believed = believed
-        self.open: dict[int, tuple[Served, Job]] = {}
-        self.changes = 0
-        self.log: list[str] = []
-
-    def run(self, jobs: Sequence[Job]) -> FastCluster:
-        tick, interval = self.planner.settings.interval_ms, self.planner.settings.interval_ms
-        for number, job in enumerate(jobs):
-            while tick <= job.at_ms:
-                self.cluster.advance(tick)
-                self._decide(tick)
-                tick += interval
-            self.cluster.advance(job.at_ms)
-            self.cluster.submit(job)
-            self.open[number] = (self.planner.traffic.arrived(job.at_ms, job.prompt_tokens), job)
-        self.cluster.advance(jobs[-1].at_ms * 3)
-        return self.cluster
-
-    def _decide(self, now: float) -> None:
-        outcomes = self.cluster.outcomes
-        for number in [number for number in self.open if not isnan(outcomes.e2e_ms[number])]:
-            served, job = self.open.pop(number)
-            served.ttft_ms, served.tpot_ms = outcomes.ttft_ms[number], outcomes.tpot_ms[number]
-            self.planner.traffic.ended(served, job.output_tokens)
-        decision = self.planner.decide(now, self.believed)
-        self.cluster.set_expected_output(self.planner.traffic.expected_output())
-        if decision.changed:
-            self.cluster.set_plan(decision.plan)
-            self.changes += 1
-        if decision.scores:
-            names = [model.name for model in self.believed]
-            score = decision.scores[decision.plan]
-            self.log.append(
-                f"  {now / 1000:5.0f} s {decision.plan.describe(names)}: {decision.reason}; "
-                f"promises {score.attained:.2f} {score.e2e_ms:.0f} ms; x{decision.correction.prefill:.2f} x{decision.correction.decode:.2f}"
-            )
+def lines(run: AdaptiveCluster, names: Sequence[str]) -> Iterator[str]:
+    for now, decision in run.decisions:
+        score, factors = decision.scores[decision.plan], decision.correction
+        yield (
+            f"  {now / 1000:5.0f} s {decision.plan.describe(names)}: {decision.reason}; promises {score.attained:.2f} "
+            f"{score.e2e_ms:.0f} ms; x{factors.prefill:.2f} x{factors.decode:.2f}"
+        )
 
 
 def study(cell: Cell, known: dict[str, StepCurve], args: argparse.Namespace, cache: dict[object, object]) -> Result:
@@ -245,17 +210,17 @@ def study(cell: Cell, known: dict[str, StepCurve], args: argparse.Namespace, cac
             if run_key not in cache:
                 cache[run_key] = run_fixed(pool, candidate, jobs).outcomes
             fixed.setdefault(candidate, []).append(judged(jobs, cache[run_key], objective, WARM_MS)[0])
-        watched = Watched(pool, believed, PlannerSettings(objective=objective))
+        watched = AdaptiveCluster(pool, PlannerSettings(objective=objective), believed)
         cluster = watched.run(jobs)
         goodput, share = judged(jobs, cluster.outcomes, objective, WARM_MS)
         adaptive.append(goodput)
         attained.append(share)
-        changes += watched.changes
+        changes += watched.num_changes
         unfinished += cluster.num_open if cell.load < 1 else 0
         plan = watched.planner.plan.describe([model.name for model in pool])
         if args.verbose:
             print(f" sample {sample}: {goodput:.2f}/s of {rate:.2f}/s, best {max(v[-1] for v in fixed.values()):.2f}")
-            print("\n".join(watched.log))
+            print("\n".join(lines(watched, [model.name for model in pool])))
     means = {candidate: fmean(values) for candidate, values in fixed.items()}
     best = max(means, key=lambda candidate: means[candidate])
     flat = next(value for candidate, value in means.items() if candidate.aggregated)
@@ -345,11 +310,11 @@ def flip(args: argparse.Namespace) -> None:
                 for candidate in candidates([one.name for one in pool]):
                     outcomes = run_fixed(pool, candidate, jobs).outcomes
                     fixed.setdefault(candidate, []).append(judged(jobs, outcomes, objective, 120_000)[0])
-                watched = Watched(pool, pool, PlannerSettings(objective=objective))
+                watched = AdaptiveCluster(pool, PlannerSettings(objective=objective))
                 ours.append(judged(jobs, watched.run(jobs).outcomes, objective, 120_000)[0])
-                changes += watched.changes
+                changes += watched.num_changes
                 if args.verbose:
-                    print("\n".join(watched.log))
+                    print("\n".join(lines(watched, [model.name for model in pool])))
             means = {candidate: fmean(values) for candidate, values in fixed.items()}
             best = max(means, key=lambda candidate: means[candidate])
             names = [one.name for one in pool]

@@ -14,18 +14,20 @@ Too little traffic, or times that no correction explains: the plan in force stay
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf, isnan
+from math import inf, isnan, sqrt
 from statistics import fmean
 
-from headwater.planner.evaluate import Sample, best_of, evaluate_all, screen
+from headwater.planner.evaluate import Sample, best_of, evaluate_each, means, screen
 from headwater.planner.feedback import Correction, Held, corrected
 from headwater.planner.objective import Objective, Score
 from headwater.planner.plan import RolePlan, aggregated, candidates, loosened
 from headwater.planner.pool import WorkerModel
-from headwater.planner.traffic import Served, Summary, Traffic, resample, summary
+from headwater.planner.traffic import Served, Summary, Traffic, resample, same, summary
 
 _MAX_HELD = 64
-_SEEDS = (1, 2)
+_SAMPLES = ((1, -1), (2, 1))
+"""Seed, and on which side of the measured rate."""
+_MOST_DOUBT = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,15 @@ class PlannerSettings:
     tie: float = 0.005
     loose_gain: float = 0.02
     mixture_loss: float = 0.02
+    dwell_ms: float = 15_000.0
+    """That a plan holds at least, unless it fails."""
     failing: float = 0.5
     """The plan in force fails when it attains less than this part of the best."""
-    changed: float = 0.15
+    changed: float = 0.1
     """Traffic that differs by more is other traffic."""
-    refresh_ms: float = 60_000.0
+    corrected: float = 0.05
+    """Step times that differ by more are other times."""
+    refresh_ms: float = 20_000.0
     """Look again after this time, whatever was seen."""
     max_error: float = 0.6
     """Of the replay: beyond it nothing is believed."""
@@ -98,14 +104,14 @@ class Planner:
     def decide(self, now_ms: float, pool: Sequence[WorkerModel]) -> Decision:
         """What is to hold from now on."""
         settings = self.settings
-        recent = self._recent(now_ms)
+        recent, length_ms = self._recent(now_ms)
         if len(recent) < settings.min_requests:
             return self._stay(f"{len(recent)} requests lately: too few to say anything")
         self._correct(now_ms, pool)
         if self.correction.error > settings.max_error:
             return self._stay(f"times are {self.correction.error:.0%} off what was measured: nothing is believed")
         jobs = self.traffic.jobs(recent, 0)
-        seen = summary(jobs, (now_ms - recent[0].at_ms) / 1000)
+        seen = summary(jobs, max(1.0, length_ms) / 1000)
         if not self._due(now_ms, seen, recent):
             return self._stay("nothing has changed", seen)
         decision = self._choose(now_ms, self.correction.applied(pool), seen, recent)
@@ -120,32 +126,29 @@ class Planner:
     def _stay(self, reason: str, seen: Summary | None = None) -> Decision:
         return Decision(self.plan, False, reason, correction=self.correction, summary=seen)
 
-    def _recent(self, now_ms: float) -> list[Served]:
-        """The window, or longer while that has too few requests."""
+    def _recent(self, now_ms: float) -> tuple[list[Served], float]:
+        """The requests of the window and its length, longer as long as what was before is the same traffic."""
         settings = self.settings
-        window_ms = settings.window_ms
-        recent = self.traffic.since(now_ms - window_ms)
-        while len(recent) < settings.min_jobs and window_ms < settings.mixture_ms:
-            window_ms = min(settings.mixture_ms, 2 * window_ms)
-            longer = self.traffic.since(now_ms - window_ms)
-            if len(recent) >= settings.min_requests and _differ(recent, longer, settings.changed):
+        length_ms = settings.window_ms
+        recent = self.traffic.since(now_ms - length_ms)
+        while 2 * length_ms <= settings.mixture_ms:
+            longer = self.traffic.since(now_ms - 2 * length_ms)
+            before = longer[: len(longer) - len(recent)]
+            if len(recent) >= settings.min_requests and not same(before, length_ms, recent, length_ms):
                 break
-            recent = longer
-        return recent
+            recent, length_ms = longer, 2 * length_ms
+        since_ms = recent[0].at_ms if recent else now_ms
+        return recent, min(length_ms, now_ms - since_ms)
 
     # -- feedback
 
     def _correct(self, now_ms: float, pool: Sequence[WorkerModel]) -> None:
-        seen = self.traffic.since(now_ms - self._replayed_ms())
+        seen = self.traffic.since(now_ms - self.settings.mixture_ms)[-self.settings.max_jobs :]
         if len(seen) < self.settings.min_requests:
             return
         jobs = self.traffic.jobs(seen, 0)
         expected = self.traffic.expected_output()
         self.correction = corrected(self.correction, pool, self._held, seen, jobs, expected)
-
-    def _replayed_ms(self) -> float:
-        life_ms = self._promised.e2e_ms if self._promised is not None else 0.0
-        return min(self.settings.mixture_ms, max(60_000.0, 3 * life_ms))
 
     def _due(self, now_ms: float, seen: Summary, recent: Sequence[Served]) -> bool:
         settings, before = self.settings, self._evaluated
@@ -156,7 +159,7 @@ class Planner:
         ):
             return True
         with_, now = self._evaluated_with, self.correction
-        if max(abs(now.prefill / with_.prefill - 1), abs(now.decode / with_.decode - 1)) > settings.changed / 2:
+        if max(abs(now.prefill / with_.prefill - 1), abs(now.decode / with_.decode - 1)) > settings.corrected:
             return True
         return self._broken(recent)
 
@@ -176,49 +179,55 @@ class Planner:
         plans = list(candidates([model.name for model in pool]))
         samples = self._samples(recent, seen.requests_per_s, pool)
         likely = screen(pool, plans, samples[0], settings.objective, (self.plan, plans[0]))
-        scores = evaluate_all(pool, likely, samples, settings.objective)
-        best = best_of(scores, settings.objective, settings.tie)
-        best = self._loose(pool, best, scores, recent, seen)
-        current, other = scores[self.plan], scores[best]
-        if best == self.plan or not self._gains(current, other):
+        each = evaluate_each(pool, likely, samples, settings.objective)
+        best = best_of(means(each), settings.objective, settings.tie)
+        best = self._loose(pool, best, each, samples)
+        scores = means(each)
+        if best == self.plan or not self._gains(each[self.plan], each[best]):
             return self._decision(self.plan, "no other plan gains enough", scores, seen)
-        if current.secured > settings.failing * other.secured and self._loses_on_mixture(now_ms, pool, best):
+        failing = scores[self.plan].secured < settings.failing * scores[best].secured
+        if not failing and now_ms - self._held[-1].since_ms < settings.dwell_ms:
+            return self._decision(self.plan, "roles have only just changed", scores, seen)
+        if not failing and self._loses_on_mixture(now_ms, pool, best):
             return self._decision(self.plan, "the best plan for now loses on the last minutes", scores, seen)
-        return self._decision(best, _gain(current, other, settings.objective), scores, seen)
+        return self._decision(best, _gain(scores[self.plan], scores[best], settings.objective), scores, seen)
 
     def _decision(self, plan: RolePlan, reason: str, scores: dict[RolePlan, Score], seen: Summary) -> Decision:
         return Decision(plan, plan != self.plan, reason, scores, self.correction, seen)
 
-    def _gains(self, current: Score, other: Score) -> bool:
+    def _gains(self, current: Sequence[Score], other: Sequence[Score]) -> bool:
+        """Enough in the mean, and something in every sample."""
         settings = self.settings
+        mean, new = Score.mean(current), Score.mean(other)
+        pairs = list(zip(current, other, strict=True))
         if settings.objective.given:
-            if other.secured > current.secured + settings.hysteresis:
-                return True
-            if other.secured < current.secured - settings.tie:
+            if new.secured > mean.secured + settings.hysteresis:
+                return all(after.secured > before.secured for before, after in pairs)
+            if new.secured < mean.secured - settings.tie or new.attained < mean.attained - settings.tie:
                 return False
-        return other.e2e_ms < current.e2e_ms * (1 - settings.time_hysteresis)
+        if new.e2e_ms >= mean.e2e_ms * (1 - settings.time_hysteresis):
+            return False
+        return all(after.e2e_ms < before.e2e_ms for before, after in pairs)
 
     def _loose(
         self,
         pool: Sequence[WorkerModel],
         best: RolePlan,
-        scores: dict[RolePlan, Score],
-        recent: Sequence[Served],
-        seen: Summary,
+        each: dict[RolePlan, list[Score]],
+        samples: Sequence[Sample],
     ) -> RolePlan:
         """Let single requests leave the plan where that promises enough."""
         strict = RolePlan(best.roles)
         loose = loosened(strict)
         if loose is None:
             return best
-        samples = self._samples(recent, seen.requests_per_s, pool)
-        for plan in (strict, loose):
-            if plan not in scores:
-                scores |= evaluate_all(pool, [plan], samples, self.settings.objective)
+        missing = [plan for plan in (strict, loose) if plan not in each]
+        each |= evaluate_each(pool, missing, samples, self.settings.objective)
+        kept, left = Score.mean(each[strict]), Score.mean(each[loose])
         gain = self.settings.loose_gain
         if self.settings.objective.given:
-            return loose if scores[loose].secured > scores[strict].secured + gain else strict
-        return loose if scores[loose].e2e_ms < scores[strict].e2e_ms * (1 - gain) else strict
+            return loose if left.secured > kept.secured + gain else strict
+        return loose if left.e2e_ms < kept.e2e_ms * (1 - gain) else strict
 
     def _loses_on_mixture(self, now_ms: float, pool: Sequence[WorkerModel], best: RolePlan) -> bool:
         settings = self.settings
@@ -227,7 +236,7 @@ class Planner:
         if seconds * 1000 < 2 * settings.window_ms:
             return False
         samples = self._samples(mixture, len(mixture) / seconds, pool)
-        scores = evaluate_all(pool, [self.plan, best], samples, settings.objective)
+        scores = means(evaluate_each(pool, [self.plan, best], samples, settings.objective))
         current, other = scores[self.plan], scores[best]
         if settings.objective.given:
             return other.secured < current.secured - settings.mixture_loss
@@ -241,7 +250,11 @@ class Planner:
         horizon_ms = max(settings.min_horizon_ms, settings.lives * _life_ms(pool, prompt, expected, settings.objective))
         wanted = max(settings.min_jobs, int(min(horizon_ms, settings.max_horizon_ms) / 1000 * requests_per_s))
         num = min(settings.max_jobs, wanted)
-        return [Sample(resample(jobs, requests_per_s, num, seed), expected) for seed in _SEEDS]
+        # What the rate is known to, by so many arrivals: a plan is to be better within that.
+        doubt = min(_MOST_DOUBT, 1 / sqrt(len(served)))
+        return [
+            Sample(resample(jobs, requests_per_s * (1 + sign * doubt), num, seed), expected) for seed, sign in _SAMPLES
+        ]
 
 
 def _life_ms(pool: Sequence[WorkerModel], prompt: float, output: float, objective: Objective) -> float:
@@ -253,15 +266,6 @@ def _life_ms(pool: Sequence[WorkerModel], prompt: float, output: float, objectiv
     step_ms = model.tables.shared[sequences] + curve.decode_ms + curve.decode_context_token_ms * context
     tpot_ms = max(step_ms, objective.tpot_ms) if objective.tpot_ms < inf else 1.5 * step_ms
     return output * tpot_ms + (objective.ttft_ms if objective.ttft_ms < inf else 1000.0)
-
-
-def _differ(recent: Sequence[Served], longer: Sequence[Served], part: float) -> bool:
-    """Whether what came lately is other traffic than what came before."""
-    if len(longer) <= len(recent):
-        return False
-    before = longer[: len(longer) - len(recent)]
-    prompts = [fmean([served.prompt_tokens for served in some]) for some in (before, recent)]
-    return abs(prompts[0] - prompts[1]) > 3 * part * max(prompts)
 
 
 def _gain(current: Score, other: Score, objective: Objective) -> str:

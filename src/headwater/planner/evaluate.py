@@ -38,11 +38,15 @@ def evaluate(pool: Sequence[WorkerModel], plan: RolePlan, sample: Sample, object
     return score(objective, times, until_ms - sample.length_ms * _JUDGED_FROM)
 
 
-def evaluate_all(
+def evaluate_each(
     pool: Sequence[WorkerModel], plans: Sequence[RolePlan], samples: Sequence[Sample], objective: Objective
-) -> dict[RolePlan, Score]:
-    """The mean over samples, which are the same for all plans."""
-    return {plan: Score.mean([evaluate(pool, plan, sample, objective) for sample in samples]) for plan in plans}
+) -> dict[RolePlan, list[Score]]:
+    """One score per sample; samples are the same for all plans."""
+    return {plan: [evaluate(pool, plan, sample, objective) for sample in samples] for plan in plans}
+
+
+def means(scores: dict[RolePlan, list[Score]]) -> dict[RolePlan, Score]:
+    return {plan: Score.mean(some) for plan, some in scores.items()}
 
 
 def screen(
@@ -54,7 +58,7 @@ def screen(
 ) -> list[RolePlan]:
     """The few plans worth a closer look, by one short sample, and those to keep whatever it says."""
     short = Sample(sample.jobs[:_SCREENING_JOBS], sample.expected_output_tokens)
-    scores = evaluate_all(pool, plans, [short], objective)
+    scores = means(evaluate_each(pool, plans, [short], objective))
     by_time = sorted(plans, key=lambda plan: scores[plan].e2e_ms)
     by_share = sorted(by_time, key=lambda plan: -scores[plan].secured) if objective.given else by_time
     return list(dict.fromkeys([*keep, *by_share[:_SCREENED], *by_time[: _SCREENED // 2]]))

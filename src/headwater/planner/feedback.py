@@ -1,8 +1,9 @@
 """A time model that is wrong corrects itself by what clients see.
 
-The last minute is simulated again, with the plans that held then, and compared with what was measured: time per output
-token says how wrong decode times are, a low quantile of time to first token (which queues hardly touch) how wrong
-prefill times are. Factors move half of the way at a time, and within bounds.
+The last minutes are simulated again, with the plans that held then, and compared with what was measured: time per
+output token says how wrong decode times are, a low quantile of time to first token (which queues hardly touch) how
+wrong prefill times are. Factors move part of the way at a time, and within bounds: a queue makes a small error of
+prefill times a large one of the first token, so that this one moves least.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ _STEP_LIMIT = 1.3
 _TOTAL_LIMIT = 4.0
 _QUANTILE = 0.25
 _SETTLED_PART = 0.25
-"""Of the requests replayed, the first ones only fill the cluster."""
+_JUDGED_MS = 60_000.0
+"""The newest requests of a replay count: those before them bring the cluster where it was."""
 _PREFILL_PART, _PREFILL_DEAD_ZONE = 0.2, 0.08
 _DECODE_PART, _DECODE_DEAD_ZONE = 0.5, 0.03
 
@@ -63,11 +65,11 @@ def corrected(
 ) -> Correction:
     """The next correction. `seen` and `jobs` are the same requests, as measured and to simulate."""
     predicted = _replay(correction.applied(pool), held, jobs, expected_output_tokens)
-    settled = int(len(jobs) * _SETTLED_PART)
+    judged_ms = jobs[-1].at_ms - max(_JUDGED_MS, (1 - _SETTLED_PART) * (jobs[-1].at_ms - jobs[0].at_ms) / 2)
     pairs = [
         (served, times)
-        for served, times in list(zip(seen, predicted, strict=True))[settled:]
-        if not (isnan(served.tpot_ms) or isnan(times[1]))
+        for served, times in zip(seen, predicted, strict=True)
+        if served.at_ms >= judged_ms and not (isnan(served.tpot_ms) or isnan(times[1]))
     ]
     if len(pairs) < _FEWEST:
         return correction

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import nan
+from math import nan, sqrt
 from statistics import fmean
 
 from headwater.planner.whatif import Job
@@ -17,6 +17,9 @@ from headwater.planner.whatif import Job
 _ALIKE = 1.5
 _INITIAL_OUTPUT_TOKENS = 128
 _FEW = 8
+_TRIES = 6
+_CHANCE = 2.0
+_LEAST_CHANGE = 0.05
 _MASK = (1 << 64) - 1
 
 
@@ -28,6 +31,8 @@ class Served:
     prompt_tokens: int
     cached_tokens: int = 0
     output_tokens: int = 0
+    generated: int = 0
+    """Tokens so far, while it has not ended."""
     ttft_ms: float = nan
     tpot_ms: float = nan
 
@@ -91,7 +96,7 @@ class Traffic:
             Job(
                 one.at_ms,
                 one.prompt_tokens,
-                one.output_tokens or _guess(known, prompts, one.prompt_tokens, draws),
+                one.output_tokens or max(one.generated + 1, _guess(known, prompts, one, draws)),
                 one.cached_tokens,
             )
             for one in served
@@ -138,10 +143,32 @@ class Draws:
         return (mixed ^ (mixed >> 31)) * limit >> 64
 
 
-def _guess(known: Sequence[tuple[int, int]], prompts: Sequence[int], prompt_tokens: int, draws: Draws) -> int:
+def same(before: Sequence[Served], before_ms: float, after: Sequence[Served], after_ms: float) -> bool:
+    """Whether two stretches of so many ms look like one traffic: rates and lengths differ by chance at most."""
+    if not before or not after:
+        return not before and not after
+    rates = len(before) / before_ms, len(after) / after_ms
+    noise = sqrt(len(before)) / before_ms + sqrt(len(after)) / after_ms
+    if abs(rates[0] - rates[1]) > _CHANCE * noise:
+        return False
+    means = [fmean([one.prompt_tokens for one in some]) for some in (before, after)]
+    errors = [
+        sqrt(fmean([(one.prompt_tokens - mean) ** 2 for one in some]) / len(some))
+        for some, mean in zip((before, after), means, strict=True)
+    ]
+    return abs(means[0] - means[1]) <= _CHANCE * sum(errors) + _LEAST_CHANGE * max(means)
+
+
+def _guess(known: Sequence[tuple[int, int]], prompts: Sequence[int], one: Served, draws: Draws) -> int:
+    """An answer of an ended request with a prompt like this one's, longer than what this one has already."""
     if not known:
-        return _INITIAL_OUTPUT_TOKENS
+        return max(_INITIAL_OUTPUT_TOKENS, 2 * one.generated)
+    prompt_tokens = one.prompt_tokens
     first, last = bisect_left(prompts, prompt_tokens / _ALIKE), bisect_right(prompts, prompt_tokens * _ALIKE)
     if last - first < _FEW:
         first, last = max(0, first - _FEW), min(len(known), last + _FEW)
-    return known[first + draws.below(last - first)][1]
+    for _ in range(_TRIES):
+        tokens = known[first + draws.below(last - first)][1]
+        if tokens > one.generated:
+            return tokens
+    return one.generated + one.generated // 4

@@ -12,9 +12,10 @@ what the sequence will need), cost of the CPU between steps. Times are in ms fro
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from itertools import islice
 from math import inf, nan
 
 from headwater.planner.plan import RolePlan
@@ -121,26 +122,44 @@ class _Worker:
 class Outcomes:
     """What became of each job; NaN for what had not happened when the run ended."""
 
-    ttft_ms: list[float]
-    tpot_ms: list[float]
-    e2e_ms: list[float]
-    remote: list[bool]
+    ttft_ms: list[float] = field(default_factory=list[float])
+    tpot_ms: list[float] = field(default_factory=list[float])
+    e2e_ms: list[float] = field(default_factory=list[float])
+    queued_ms: list[float] = field(default_factory=list[float])
+    """Before its prefill began."""
+    handoff_ms: list[float] = field(default_factory=list[float])
+    """Between the end of its prefill and the first token, when that was elsewhere."""
+    remote: list[bool] = field(default_factory=list[bool])
     finished: int = 0
     ended_ms: float = 0.0
+    stalled_ms: float = 0.0
+    """That decodes, each for itself, waited for prefills in their steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one worker spent its time on."""
+
+    prefill_ms: float
+    decode_ms: float
 
 
 class FastCluster:
     """One run: `submit` jobs in order and `advance`, or `run` them all."""
 
     def __init__(self, pool: Sequence[WorkerModel], plan: RolePlan, expected_output_tokens: float) -> None:
+        self.pool = pool
         self._workers = [_Worker(number, model) for number, model in enumerate(pool)]
         self._expected_output = expected_output_tokens
         self._heap: list[tuple[float, int, int, _Item | None]] = []
-        """(time, order, worker or -1, item): the end of a worker's step, or of the item's transfer."""
+        """(time, order, worker, item): the end of a worker's step; -1: of the item's transfer, or time for another."""
         self._order = 0
         self._started: list[float] = []
         self._first: list[float] = []
-        self.outcomes = Outcomes([], [], [], [])
+        self.outcomes = Outcomes()
+        self._closed = False
+        self._next: Iterator[Job] = iter(())
+        """Of a closed loop."""
         self.set_plan(plan)
 
     def set_plan(self, plan: RolePlan) -> None:
@@ -165,17 +184,41 @@ class FastCluster:
         self.advance(until_ms)
         return self.outcomes
 
+    def run_closed(self, jobs: Sequence[Job], concurrency: int) -> Outcomes:
+        """All jobs, `concurrency` at a time, each as soon as an earlier one has ended; their times are not used."""
+        self._closed, self._next = True, iter(jobs)
+        for job in islice(self._next, concurrency):
+            self.submit(replace(job, at_ms=0.0))
+        self.advance(inf)
+        return self.outcomes
+
+    def usage(self) -> list[Usage]:
+        return [Usage(worker.busy_prefill_ms, worker.busy_decode_ms) for worker in self._workers]
+
     def advance(self, until_ms: float) -> None:
         """Let everything happen that happens until then."""
         heap = self._heap
         while heap and heap[0][0] <= until_ms:
             now, _, number, item = heappop(heap)
-            if item is None:
-                worker = self._workers[number]
-                if now == worker.ends:
-                    self._end_step(worker, now)
-            else:
+            if item is not None:
                 self._arrived(item, now)
+            elif number < 0:
+                self._submit_next(now)
+            elif now == self._workers[number].ends:
+                self._end_step(self._workers[number], now)
+
+    @property
+    def started_ms(self) -> Sequence[float]:
+        """When each job came."""
+        return self._started
+
+    def generated(self) -> dict[int, int]:
+        """Tokens so far of each job that decodes, by number."""
+        return {
+            item.number: item.output - (end - worker.steps)
+            for worker in self._workers
+            for end, _, item in worker.decoding
+        }
 
     @property
     def num_open(self) -> int:
@@ -190,7 +233,7 @@ class FastCluster:
         self._started.append(now)
         self._first.append(nan)
         outcomes = self.outcomes
-        for series in (outcomes.ttft_ms, outcomes.tpot_ms, outcomes.e2e_ms):
+        for series in (outcomes.ttft_ms, outcomes.tpot_ms, outcomes.e2e_ms, outcomes.queued_ms, outcomes.handoff_ms):
             series.append(nan)
         prefiller, decoder = self._place(item)
         outcomes.remote.append(prefiller is not decoder)
@@ -317,7 +360,6 @@ class FastCluster:
             step_ms = worker.shared[num] + worker.decode_ms + worker.decode_sequence_ms * num
             duration = leap * (step_ms + worker.decode_context_ms * context)
             worker.leap, worker.pieces, worker.began = leap, pieces, now
-            worker.busy_decode_ms += duration
             self._push(worker, now + duration)
         else:
             worker.ends = inf
@@ -330,10 +372,10 @@ class FastCluster:
         duration = worker.shared[tokens + num] + worker.prefill_ms
         duration += worker.prefill_token_ms * tokens + worker.prefill_pair_ms * pairs
         if num:
-            duration += worker.decode_ms + worker.decode_sequence_ms * num
-            duration += worker.decode_context_ms * worker.context
+            beside = worker.decode_ms + worker.decode_sequence_ms * num + worker.decode_context_ms * worker.context
+            self.outcomes.stalled_ms += num * (duration - worker.shared[num])
+            duration += beside
         worker.leap, worker.pieces, worker.began = 1, pieces, now
-        worker.busy_prefill_ms += duration
         self._push(worker, now + duration)
 
     def _join(self, worker: _Worker) -> None:
@@ -383,6 +425,10 @@ class FastCluster:
 
     def _end_step(self, worker: _Worker, now: float) -> None:
         num, leap = worker.num_decoding, worker.leap
+        if worker.pieces:
+            worker.busy_prefill_ms += now - worker.began
+        else:
+            worker.busy_decode_ms += now - worker.began
         if num:
             worker.steps += leap
             worker.context += num * leap
@@ -400,11 +446,13 @@ class FastCluster:
     def _prefilled(self, worker: _Worker, item: _Item, now: float) -> None:
         tokens = item.prompt - item.cached
         worker.active.remove(item)
+        self.outcomes.queued_ms[item.number] = item.started - self._started[item.number]
         worker.num_prefilling -= 1
         worker.backlog_tokens -= tokens
         worker.backlog_pairs = worker.backlog_pairs - item.pairs if worker.num_prefilling else 0.0
         if item.decoder is worker:
             self._first[item.number] = now
+            self.outcomes.handoff_ms[item.number] = 0.0
             if item.output > 1:
                 self._decode(worker, item)
             else:
@@ -415,6 +463,7 @@ class FastCluster:
         link = worker.model.transfer_token_ms * item.prompt
         ends = max(now + link / HIDDEN_PARTS, max(worker.link_free, item.started) + link) + NOTICE_MS
         worker.link_free = ends - NOTICE_MS
+        self.outcomes.handoff_ms[item.number] = ends - now
         self._order += 1
         heappush(self._heap, (ends, self._order, -1, item))
 
@@ -447,6 +496,15 @@ class FastCluster:
         outcomes.e2e_ms[number] = now - started
         outcomes.finished += 1
         outcomes.ended_ms = now
+        if self._closed:
+            # Not at once: the worker is in the middle of the end of a step.
+            self._order += 1
+            heappush(self._heap, (now, self._order, -1, None))
+
+    def _submit_next(self, now: float) -> None:
+        job = next(self._next, None)
+        if job is not None:
+            self.submit(replace(job, at_ms=now))
 
     def _reserve(self, worker: _Worker, now: float) -> None:
         """Room for those who wait for it, in order."""
