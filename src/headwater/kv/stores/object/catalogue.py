@@ -6,19 +6,17 @@ Bytes count against the cap from the moment they are reserved until the bucket h
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from headwater.kv.block import ROOT, Block, Family
 from headwater.kv.identity import split_block_ids
-from headwater.kv.resident import stored_runs
+from headwater.kv.journal import Journal
 from headwater.kv.stores.base import TierEvent, TierUsage
 from headwater.kv.stores.object.gathering import Gathering, Loose
 from headwater.kv.stores.object.known import KnownBlocks, KnownRun
 from headwater.kv.stores.object.ledger import Ledger, Owned
 from headwater.kv.stores.object.options import ObjectOptions
 from headwater.kv.stores.object.runs import RunShape, family_digest, run_shape
-from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored
-
-_MAX_EVENTS = 10_000
 
 
 @dataclass(slots=True)
@@ -55,7 +53,7 @@ class Catalogue:
         self._doubtful: dict[bytes, int] = {}
         self._doubtful_bytes = 0
         self._reserved_bytes = 0
-        self._events: list[TierEvent] = []
+        self._journal = Journal("object")
         self._shapes: dict[Family, RunShape] = {}
 
     def shape(self, family: Family) -> RunShape:
@@ -213,17 +211,13 @@ class Catalogue:
         )
 
     def drain_events(self) -> list[TierEvent]:
-        events, self._events = self._events, []
-        if len(events) < _MAX_EVENTS:
-            return events
         gathered = ((loose.block.id, loose.block.parent) for loose in self.gathering.oldest())
-        resident = stored_runs([*self.blocks.resident(), *gathered])
-        return [BlocksCleared("object"), *(BlocksStored(run.block_ids, run.parent, "object") for run in resident)]
+        known = ((block_id, parent or ROOT) for block_id, parent in self.blocks.resident())
+        return self._journal.drain(chain(known, gathered))
 
     def _note_stored(self, block_id: bytes, parent: bytes | None) -> None:
-        if len(self._events) < _MAX_EVENTS:
-            self._events.append(BlocksStored(block_id, None if parent == ROOT else parent, "object"))
+        self._journal.stored(block_id, parent or ROOT)
 
     def _note_removed(self, block_ids: list[bytes]) -> None:
-        if block_ids and len(self._events) < _MAX_EVENTS:
-            self._events.append(BlocksRemoved(b"".join(block_ids), "object"))
+        for block_id in block_ids:
+            self._journal.removed(block_id)
