@@ -71,6 +71,8 @@ class ExternalEngine(ABC):
         self._listener: EngineListener | None = None
         self._limits: SchedulerLimits | None = None
         self._info: EngineInfo | None = None
+        self._num_waiting = 0
+        """Open streams without a token."""
         self._refused: set[int] = set()
         """Streams whose refusal is on its way."""
         self._refusing: HeadwaterError | None = InternalError("the engine is not started")
@@ -246,13 +248,13 @@ class ExternalEngine(ABC):
         limits = self._limits
         if limits is None or request.stream in self.open:
             raise InternalError(f"stream {request.stream} is open already")
-        if len(self.open) >= limits.max_num_seqs + limits.max_waiting:
-            waiting = len(self.open) - limits.max_num_seqs
-            raise Overloaded(f"{waiting} sequences wait at this worker, the most it takes (max_waiting)")
+        if self._num_waiting >= limits.max_waiting:
+            raise Overloaded(f"{self._num_waiting} sequences wait at this worker, the most it takes (max_waiting)")
         remaining_s = self._remaining_s(request)
         tokens = limits.check(request)
         stream = OpenStream(request, len(tokens), self.clock.now())
         self.open[request.stream] = stream
+        self._num_waiting += 1
         try:
             self.send(stream, tokens)
         except HeadwaterError:
@@ -287,6 +289,7 @@ class ExternalEngine(ABC):
     def _count(self, stream: OpenStream, output: SequenceOutput) -> None:
         count = len(output.token_ids)
         if count and not stream.num_generated:
+            self._num_waiting -= 1
             self.totals.prompt_tokens += stream.num_prompt_tokens
             self.totals.cached_tokens += output.num_cached_tokens or 0
         stream.num_generated += count
@@ -295,9 +298,11 @@ class ExternalEngine(ABC):
             self._forget(output.stream)
 
     def _forget(self, stream: int) -> None:
-        timer = self.open.pop(stream).timer
-        if timer is not None:
-            timer.cancel()
+        gone = self.open.pop(stream)
+        if not gone.num_generated:
+            self._num_waiting -= 1
+        if gone.timer is not None:
+            gone.timer.cancel()
 
     def _end_all(self, error: HeadwaterError) -> None:
         outputs = [_refusal(stream, error) for stream in self.open]

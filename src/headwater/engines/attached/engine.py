@@ -142,6 +142,8 @@ class AttachedEngine(ExternalEngine):
         assert found is not None
         request = stream.request
         if self._tokens is None:
+            if request.resumed_tokens:
+                raise InvalidRequest("a relayed answer cannot be taken up in its middle")
             path, body = relayed_request(request, (found.model, *found.aliases), found.model)
             self._answer(request.stream, self._relay(server, stream, path, body))
             return

@@ -67,11 +67,12 @@ class FeedOrder:
         self._next: int | None = None
         self._latest = 0.0
         self._asking = False
+        self._asked_from = 0
         self._kept: dict[int, ForeignBatch] = {}
 
     def begin(self) -> None:
         """Ask for all that was before us."""
-        self._asking = self._ask(0)
+        self._request(0)
 
     def on_live(self, number: int, batch: ForeignBatch) -> None:
         if self._next is not None and number < self._next:
@@ -89,9 +90,8 @@ class FeedOrder:
             self._kept[number] = batch
         if not self._asking:
             self.num_gaps += 1
-            self._asking = self._ask(self._next or 0)
-            if not self._asking:
-                self._skip()
+            if not self._request(self._next or 0):
+                self._catch_up(asking=False)
 
     def on_replayed(self, number: int, batch: ForeignBatch) -> None:
         if not self._asking:
@@ -101,17 +101,27 @@ class FeedOrder:
         elif number > self._next:
             self._kept.setdefault(number, batch)
 
-    def on_replay_end(self) -> None:
-        """All was sent, or nothing will be."""
-        if self._asking:
-            self._asking = False
-            self._skip()
+    def on_replay_end(self, *, answered: bool = True) -> None:
+        """All was sent that there is, or no answer will come."""
+        if not self._asking:
+            return
+        self._asking = False
+        if self._next is None and answered:
+            self._next = 0  # nothing was published before us
+        self._catch_up(asking=answered)
 
-    def _skip(self) -> None:
-        """Go on with what is there."""
+    def _request(self, start: int) -> bool:
+        self._asked_from = start
+        self._asking = self._ask(start)
+        return self._asking
+
+    def _catch_up(self, *, asking: bool) -> None:
+        """Go on with what was kept; what is missing in it is asked for once."""
         while self._kept:
             first = min(self._kept)
             if self._next is not None and first > self._next:
+                if asking and self._asked_from != self._next and self._request(self._next):
+                    return
                 self._lose(f"{first - self._next} batches cannot be had again")
             batch = self._kept.pop(first)
             if self._next is None or first >= self._next:
@@ -169,7 +179,9 @@ class Feed:
         self._replies.check()
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(_REPLAY_TIMEOUT_S, self._order.on_replay_end)
+        self._timer = asyncio.get_running_loop().call_later(
+            _REPLAY_TIMEOUT_S, lambda: self._order.on_replay_end(answered=False)
+        )
         return True
 
     def _receive_live(self) -> None:
