@@ -97,6 +97,7 @@ class Application:
             return
         principal = request.principal = self._tenancy.gate.check(request, route.scope)
         record.tenant, record.key_id = principal.tenant, principal.key_id
+        record.kv_group, record.kv_share = principal.kv_group, principal.kv_share
         if route.scope == "admin" and principal.key_id:
             self._tenancy.audit.admin(request)
 

@@ -25,6 +25,8 @@ class RequestRecord:
     tenant: str = ""
     """Whom it is done for."""
     key_id: str = ""
+    kv_group: str = ""
+    kv_share: float = 1.0
     visit: Visit | None = None
     """Its part of the tenant's account, if it generates."""
     num_sequences: int = 0

@@ -57,6 +57,32 @@ class RelayedRequest(msgspec.Struct, frozen=True):
     body: bytes
 
 
+class RemotePrefill(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Another worker that is to compute the prompt for the one that gets the request."""
+
+    worker_id: str
+    address: str
+    """Of its request plane."""
+    expected_ms: float = 0.0
+    """From the asking to the first token, as whoever chose it expects; 0: no idea."""
+    expected_cached_tokens: int = 0
+    """Of the prompt, at that worker."""
+
+
+class ExportOrder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The KV blocks of a request are read by whoever sends it: only for workers among themselves."""
+
+    first_block: int
+    """Blocks before it are there already."""
+    hold_s: float
+    """How long blocks stay for the reader at most, from when the request arrives."""
+    fingerprint: str
+    """Of the reader's model; as in its card, like the following."""
+    kv_layout: str
+    dtype: str
+    block_size: int
+
+
 class EngineRequest(msgspec.Struct, omit_defaults=True):
     """One sequence to generate.
 
@@ -85,6 +111,10 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     adapter: str | None = None
     expected_cached_tokens: int = 0
     """Of the prompt, as whoever chose the worker expects."""
+    tenant: str = ""
+    """To whose account its blocks go in the cache tiers: a tenant, or a group of tenants that share; empty: nobody's."""
+    kv_share: float = 1.0
+    """The most of a tier that this account may fill while others want room."""
     relay: RelayedRequest | None = None
     """For relayed models: the request itself; `prompt` is then its text, to weigh it and to find its like."""
 

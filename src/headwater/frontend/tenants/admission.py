@@ -24,6 +24,8 @@ class TenantAdmission:
     def admit(self, record: RequestRecord, requests: Sequence[EngineRequest]) -> None:
         """Raises `QuotaExceeded`."""
         record.num_sequences += len(requests)
+        for request in requests:
+            request.tenant, request.kv_share = record.kv_group, record.kv_share
         if record.visit is not None:
             first = requests[0]
             prompt_tokens = len(first.prompt) // TOKEN_ID_BYTES
