@@ -129,10 +129,13 @@ def try_adaptive(layout: str, pool: Sequence[WorkerModel], load: Load, objective
 
 
 def front(figures: Iterable[Figures]) -> list[Figures]:
-    """Those that nobody beats in both tokens/s per user and tokens/s per GPU, the fastest for a user first."""
+    """Those that keep up and that nobody beats in both tokens/s per user and per GPU, the fastest for a user first."""
     best = -inf
     found: list[Figures] = []
-    for one in sorted(figures, key=lambda one: (-one.tokens_per_s_per_user, -one.output_tokens_per_s_per_gpu)):
+    for one in sorted(
+        (one for one in figures if one.keeps_up),
+        key=lambda one: (-one.tokens_per_s_per_user, -one.output_tokens_per_s_per_gpu),
+    ):
         if one.output_tokens_per_s_per_gpu > best and one.tokens_per_s_per_user > 0:
             best = one.output_tokens_per_s_per_gpu
             found.append(one)

@@ -14,7 +14,7 @@ _MAX_LINES = 64
 _MAX_POINTS = 128
 _BANDS = (0.0, 0.1, 0.5, 0.9, 1.0)
 
-_PAGE_STYLE = """
+PAGE_STYLE = """
 :root{color-scheme:light dark;--text:#1c2430;--muted:#5b6675;--grid:#e3e7ed;--page:#fff;--panel:#f7f8fa}
 @media (prefers-color-scheme:dark){:root{--text:#e6eaf0;--muted:#9aa6b5;--grid:#2c3440;--page:#12161c;--panel:#191f27}}
 body{margin:0 auto;max-width:1500px;padding:1.5rem;background:var(--page);color:var(--text);
@@ -48,7 +48,7 @@ def page(outcomes: Sequence[Outcome], title: str = "Simulated cluster") -> str:
     sections = [_section(list(group), colours) for _, group in groupby(outcomes, key=lambda outcome: _cell(outcome[0]))]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_PAGE_STYLE}{STYLE}</style></head>'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{PAGE_STYLE}{STYLE}</style></head>'
         f"<body><h1>{escape(title)}</h1><p>All times are simulated. The dashed line beside hit rates is what one LRU "
         f"cache as large as all workers' together would have reached.</p>"
         f'<div class="legend">{legend(list(colours.items()))}</div>'
