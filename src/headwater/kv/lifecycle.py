@@ -175,17 +175,22 @@ class Ledger:
     # Reading
 
     def lease(
-        self, holder: int, family: Family, ids: bytes, now: float, now_s: int
+        self, holder: int, family: Family, ids: bytes, now: float, now_s: int, *, use: bool = True
     ) -> tuple[int, list[tuple[int, Record] | None]]:
-        """Keep blocks from being evicted while they are read: a ticket, and slot and record per id, or None."""
+        """Keep blocks from being evicted while they are read: a ticket, and slot and record per id, or None.
+
+        `use`: whether that counts as being asked for.
+        """
         number = self.families.find(family)
         found = [self._readable(slot, number, now_s) for slot in self.table.find_all(ids)]
         slots = [hit[0] for hit in found if hit is not None]
-        self.counters.num_hits += len(slots)
-        self.counters.num_misses += len(found) - len(slots)
-        for slot in reversed(slots):
-            self._policy.touch(slot)
+        for slot in slots:
             self._readers[slot] += 1
+        if use:
+            self.counters.num_hits += len(slots)
+            self.counters.num_misses += len(found) - len(slots)
+            for slot in reversed(slots):
+                self._policy.touch(slot)
         ticket = self._ticket()
         if slots:
             deadline = now + self.rules.lease_s
@@ -328,9 +333,9 @@ class Ledger:
     def pinned_bytes(self) -> int:
         return self._pinned_bytes
 
-    def records(self) -> Iterator[tuple[int, Record]]:
-        """All committed blocks."""
-        for slot in self.table.numbers():
+    def records(self, start: int = 0) -> Iterator[tuple[int, Record]]:
+        """All committed blocks with record numbers from `start` on. They may change between two steps."""
+        for slot in self.table.numbers(start):
             record = self.table.read(slot)
             if record is not None:
                 yield slot, record

@@ -137,10 +137,11 @@ class BlockTable:
         self._unlink(number)
         self.num_blocks -= 1
 
-    def numbers(self) -> Iterator[int]:
-        """All records with a committed block."""
-        states = self._records[_STATE_AT : self._high_water * RECORD_BYTES : RECORD_BYTES]
-        return (number for number, state in enumerate(states) if state == _COMMITTED)
+    def numbers(self, start: int = 0) -> Iterator[int]:
+        """All records with a committed block, from number `start` on. The table may change between two steps."""
+        for number in range(start, self._high_water):
+            if self._records[number * RECORD_BYTES + _STATE_AT] == _COMMITTED:
+                yield number
 
     def recover(self) -> Iterator[tuple[int, Record]]:
         """Walk the records that a former life left in the buffer; the caller answers each with `adopt` or `discard`.

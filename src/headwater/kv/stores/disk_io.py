@@ -9,11 +9,12 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from headwater.clock import Clock
 from headwater.kv.checksum import checksum
 from headwater.kv.space import PAGE_BYTES
+from headwater.kv.stores.finishing import finished
 from headwater.transfer.memory import address_of
 
 _MAX_VECTORS = 256
@@ -114,18 +115,6 @@ def groups_of(pieces: Sequence[Piece]) -> list[list[Piece]]:
         group_bytes += size
         end = piece.offset + size
     return groups
-
-
-T = TypeVar("T")
-
-
-async def finished(work: "asyncio.Future[T]") -> T:
-    """The result of work that cannot be called off; a cancellation is passed on once it is done."""
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait([work])
-        raise
 
 
 def _aligned(piece: Piece) -> bool:

@@ -98,9 +98,12 @@ class HostTier:
     def commit(self, holder: int, ticket: int, checksums: Mapping[int, int]) -> list[int]:
         return self.ledger.commit(holder, ticket, checksums, int(self._clock.epoch()))
 
-    def lease(self, holder: int, family: Family, ids: bytes) -> tuple[int, list[tuple[int, Record] | None]]:
+    def lease(
+        self, holder: int, family: Family, ids: bytes, *, use: bool = True
+    ) -> tuple[int, list[tuple[int, Record] | None]]:
+        """See `Ledger.lease`."""
         self._check_open()
-        return self.ledger.lease(holder, family, ids, self._clock.now(), int(self._clock.epoch()))
+        return self.ledger.lease(holder, family, ids, self._clock.now(), int(self._clock.epoch()), use=use)
 
     def release(self, holder: int, ticket: int, damaged: Sequence[int] = ()) -> bool:
         return self.ledger.release(holder, ticket, damaged)

@@ -1,0 +1,335 @@
+"""A worker's side of its node's store.
+
+    client = StoreClient(socket_path, "worker-1")
+    await client.start()
+    runs = await client.match(chain)                     # per tier, with predicted times; see `headwater.kv.pricing`
+    loaded = await client.load(chain, buffers, timeout_s=2.0)
+    stored = await client.offer(chain, payloads)
+
+A store that is slow, full, restarting or gone never fails its caller: less is matched, loaded or stored, and `problem`
+says why. What is reported as loaded has been checked in the caller's buffer. Copies are made on threads of the client,
+so the event loop and the engine go on; buffers must stay as they are until the call returns, cancelled or not.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from headwater.errors import HeadwaterError, StoreClosed, StoreError
+from headwater.kv.block import Family
+from headwater.kv.checksum import checksum
+from headwater.kv.node import wire
+from headwater.kv.node.connection import Connection, greet
+from headwater.kv.node.store import Piece, pieces_of
+from headwater.kv.pricing import ComputeRate, TierRun
+from headwater.kv.stores.copying import copy
+from headwater.kv.stores.finishing import finished
+from headwater.kv.stores.shared_pool import SharedPool
+from headwater.kv.table import BlockTable
+from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored
+from headwater.types import Tier
+
+logger = logging.getLogger(__name__)
+
+OnEvents = Callable[[Sequence[BlocksStored | BlocksRemoved | BlocksCleared]], None]
+OnArrived = Callable[[int], None]
+A = TypeVar("A", bound=wire.Answer)
+R = TypeVar("R")
+
+_GREET_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 10.0
+_FIRST_PAUSE_S = 0.1
+_MOST_PAUSE_S = 5.0
+
+
+class StoreClient:
+    """See the module docstring. Lives on one event loop."""
+
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        *,
+        on_events: OnEvents | None = None,
+        num_threads: int = 2,
+        max_offered_bytes: int = 256 << 20,
+    ) -> None:
+        """`on_events` is told, on the event loop, what is resident in the node's tiers, and all of it again after a
+        reconnection; on a lost connection it is told that all tiers are cleared."""
+        self._path, self._name, self._on_events = path, name, on_events
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-copy")
+        self._max_offered_bytes = max_offered_bytes
+        self._offered_bytes = 0
+        self._connection: Connection | None = None
+        self._pool: SharedPool | None = None
+        self._table: BlockTable | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._connected = asyncio.Event()
+        self.num_offers_dropped = 0
+        """Blocks that were not even tried because too much was under way."""
+        self.num_damaged = 0
+        self.problem = "not started"
+        """Why there is no store now; empty if there is."""
+
+    async def start(self, *, patience_s: float = 0.0) -> None:
+        """Connect, and stay connected. Waits so long for a store that is not there yet, then returns all the same."""
+        self._keeper = asyncio.create_task(self._keep_connected())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._connected.wait()
+
+    async def close(self) -> None:
+        """Idempotent. Copies that have begun are finished first."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        self._lose("closed")
+        await asyncio.to_thread(self._threads.shutdown)
+
+    # Engines
+
+    def num_in_host(self, ids: bytes) -> int:
+        """How many of the joined ids, from the first on, are in the host tier. Reads shared memory, asks nobody."""
+        return self._table.num_leading(ids) if self._table is not None else 0
+
+    async def match(self, chain: Piece, *, timeout_s: float = 0.0) -> list[TierRun]:
+        """From where the longest known prefix of the chain would come. `timeout_s`: how long other nodes and object
+        stores may be asked about what is not known here; 0: not at all."""
+        try:
+            located = await self._ask(wire.Locate(0, _chain(chain), timeout_s), wire.Located, timeout_s)
+        except StoreError as error:
+            self._note(error)
+            return []
+        return located.runs
+
+    async def prefetch(self, chain: Piece, *, timeout_s: float) -> int:
+        """Bring the chain into the host tier, because a request that needs it is on its way."""
+        try:
+            return (await self._ask(wire.Prefetch(0, _chain(chain), timeout_s), wire.Counted, timeout_s)).num_blocks
+        except StoreError as error:
+            self._note(error)
+            return 0
+
+    async def load(
+        self, chain: Piece, into: Sequence[memoryview], *, timeout_s: float, on_arrived: OnArrived | None = None
+    ) -> int:
+        """Copy the chain's blocks into these buffers; how many, from the first on, arrived whole. `on_arrived` is told
+        of progress."""
+        deadline = time.monotonic() + timeout_s
+        pieces = pieces_of(chain)
+        loaded = 0
+        coming = self._lease_soon(pieces[0], deadline) if pieces else None
+        try:
+            for number, piece in enumerate(pieces):
+                assert coming is not None
+                leased = await coming
+                coming = self._lease_soon(pieces[number + 1], deadline) if number + 1 < len(pieces) else None
+                views = into[piece.first - chain.first :][: piece.num_blocks]
+                arrived = await self._take(piece, leased, views)
+                loaded += arrived
+                if on_arrived is not None and arrived:
+                    on_arrived(loaded)
+                if arrived < piece.num_blocks or time.monotonic() > deadline:
+                    break
+        except StoreError as error:
+            self._note(error)
+        finally:
+            if coming is not None:
+                self._let_go(coming)
+        return loaded
+
+    async def offer(self, chain: Piece, payloads: Sequence[memoryview]) -> int:
+        """Store the chain's blocks; how many were new. Blocks that are there already count as used."""
+        num_bytes = chain.num_blocks * chain.family.payload_bytes
+        if self._offered_bytes and self._offered_bytes + num_bytes > self._max_offered_bytes:
+            self.num_offers_dropped += chain.num_blocks
+            return 0
+        self._offered_bytes += num_bytes
+        stored = 0
+        try:
+            for piece in pieces_of(chain):
+                stored += await self._give(piece, payloads[piece.first - chain.first :][: piece.num_blocks])
+        except StoreError as error:
+            self._note(error)
+        finally:
+            self._offered_bytes -= num_bytes
+        return stored
+
+    async def describe(self, family: Family, rate: ComputeRate) -> None:
+        """Say what computing a block costs here, for what is kept and what is written to disk."""
+        with contextlib.suppress(StoreError):
+            await self._ask(wire.Describe(0, family, *rate), wire.Counted)
+
+    # Operators: these raise `StoreError`
+
+    async def pin(self, ids: bytes, seconds: float) -> int:
+        """Keep blocks in the host tier for a time, 0 ends it; how many are pinned (or were)."""
+        return (await self._ask(wire.Pin(0, ids, seconds), wire.Counted)).num_blocks
+
+    async def remove(self, ids: bytes) -> int:
+        return (await self._ask(wire.Remove(0, ids), wire.Counted)).num_blocks
+
+    async def clear(self, *, tenant: str | None = None, model: str | None = None) -> int:
+        return (await self._ask(wire.Clear(0, tenant, model), wire.Counted, 60.0)).num_blocks
+
+    async def status(self) -> wire.StatusReport:
+        return await self._ask(wire.AskStatus(0), wire.StatusReport)
+
+    async def list_blocks(self, tier: Tier, *, after: int = -1, limit: int = 1000) -> wire.BlockList:
+        return await self._ask(wire.ListBlocks(0, tier, after, limit), wire.BlockList)
+
+    async def verify(self, tier: Tier, *, timeout_s: float = 3600.0) -> wire.Verified:
+        return await self._ask(wire.Verify(0, tier), wire.Verified, timeout_s)
+
+    async def warm(self, max_bytes: int, *, timeout_s: float = 600.0) -> int:
+        return (await self._ask(wire.Warm(0, max_bytes), wire.Counted, timeout_s)).num_blocks
+
+    # Inside: loading
+
+    def _lease_soon(self, piece: Piece, deadline: float) -> "asyncio.Task[wire.Leased]":
+        timeout_s = max(0.0, deadline - time.monotonic())
+        if self.num_in_host(piece.ids) == piece.num_blocks:
+            timeout_s = 0.0
+        request = wire.Lease(0, _chain(piece), timeout_s)
+        return asyncio.create_task(self._ask(request, wire.Leased, timeout_s))
+
+    def _let_go(self, coming: "asyncio.Task[wire.Leased]") -> None:
+        """A lease that was asked for and is not needed: if it has come, it is ended."""
+        if not coming.cancel() and not coming.cancelled() and coming.exception() is None:
+            self._tell(wire.Release(0, coming.result().ticket, []))
+
+    async def _take(self, piece: Piece, leased: wire.Leased, into: Sequence[memoryview]) -> int:
+        """Copy and check; only what was checked while the lease still held counts."""
+        pool = self._open_pool()
+        started = time.monotonic()
+        arrived, damaged = 0, list[int]()
+        try:
+            if leased.slots:
+                size = piece.family.payload_bytes
+                places = [pool.view(offset, size) for offset in leased.offsets]
+                arrived = await self._on_thread(partial(_copy_out, piece.ids, places, leased.checksums, into))
+                damaged = leased.slots[arrived : arrived + 1]
+                self.num_damaged += len(damaged)
+        except asyncio.CancelledError:
+            self._tell(wire.Release(0, leased.ticket, []))
+            raise
+        took_ms = (time.monotonic() - started) * 1e3
+        request = wire.Release(0, leased.ticket, damaged, arrived * piece.family.payload_bytes, took_ms)
+        released = await self._ask(request, wire.Released)
+        return arrived if released.valid else 0
+
+    # Inside: storing
+
+    async def _give(self, piece: Piece, payloads: Sequence[memoryview]) -> int:
+        reserved = await self._ask(wire.Reserve(0, _chain(piece)), wire.Reserved)
+        checksums: dict[int, int] = {}
+        try:
+            if any(slot >= 0 for slot in reserved.slots):
+                pool, size = self._open_pool(), piece.family.payload_bytes
+                places = [
+                    pool.view(offset, size) if slot >= 0 else None
+                    for slot, offset in zip(reserved.slots, reserved.offsets, strict=True)
+                ]
+                sums = await self._on_thread(partial(_copy_in, piece.ids, places, payloads))
+                checksums = {slot: sums[number] for number, slot in enumerate(reserved.slots) if slot >= 0}
+        except asyncio.CancelledError:
+            self._tell(wire.Commit(0, reserved.ticket, {}))
+            raise
+        return (await self._ask(wire.Commit(0, reserved.ticket, checksums), wire.Committed)).num_blocks
+
+    async def _on_thread(self, work: Callable[[], R]) -> R:
+        return await finished(asyncio.get_running_loop().run_in_executor(self._threads, work))
+
+    # Inside: the connection
+
+    def _open_pool(self) -> SharedPool:
+        if self._pool is None:
+            raise StoreClosed(f"the store at {self._path} is gone")
+        return self._pool
+
+    def _tell(self, message: wire.Request) -> None:
+        if self._connection is not None:
+            self._connection.tell(message)
+
+    async def _ask(self, message: wire.Request, kind: type[A], timeout_s: float = 0.0) -> A:
+        if self._connection is None:
+            raise StoreClosed(f"no store at {self._path}: {self.problem}")
+        return await self._connection.ask(message, kind, timeout_s + _ANSWER_TIMEOUT_S)
+
+    def _note(self, error: HeadwaterError) -> None:
+        logger.debug("the KV store: %s", error.message)
+
+    async def _keep_connected(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                await self._connect()
+                pause_s = _FIRST_PAUSE_S
+                assert self._connection is not None
+                await self._connection.ended.wait()
+                self._lose("the connection was broken")
+            except (OSError, HeadwaterError) as error:
+                self.problem = str(error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+
+    async def _connect(self) -> None:
+        hello = wire.Hello(0, wire.VERSION, self._name, self._on_events is not None)
+        greeted = await asyncio.to_thread(greet, self._path, hello, _GREET_TIMEOUT_S)
+        pool = SharedPool.attach(greeted.fd, greeted.welcome.layout)
+        self._pool, self._table = pool, BlockTable(pool.records, pool.index)
+        connection = Connection(greeted, self._told)
+        await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=greeted.socket)
+        self._connection = connection
+        connection.start()
+        self.problem = ""
+        self._connected.set()
+        logger.info("connected to the KV store at %s", self._path)
+
+    def _told(self, events: wire.Events) -> None:
+        if self._on_events is not None:
+            self._on_events(events.events)
+
+    def _lose(self, problem: str) -> None:
+        """Let everything of that connection go. Copies under way keep the memory until they are done."""
+        self.problem = problem
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+            if self._on_events is not None:
+                self._on_events([BlocksCleared(tier) for tier in ("host", "disk", "peer", "object")])
+        table, self._table = self._table, None
+        pool, self._pool = self._pool, None
+        if table is not None and pool is not None:
+            table.close()
+            pool.close()
+
+
+def _copy_out(ids: bytes, places: Sequence[memoryview], checksums: Sequence[int], into: Sequence[memoryview]) -> int:
+    """How many were whole, up to the first that was not."""
+    for number, (place, expected, view) in enumerate(zip(places, checksums, into, strict=False)):
+        copy(view, place)
+        if checksum(ids[16 * number : 16 * number + 16], view) != expected:
+            return number
+    return len(places)
+
+
+def _copy_in(ids: bytes, places: Sequence[memoryview | None], payloads: Sequence[memoryview]) -> list[int]:
+    """Their checksums; 0 for what has no place."""
+    sums = [0] * len(places)
+    for number, (place, payload) in enumerate(zip(places, payloads, strict=True)):
+        if place is not None:
+            copy(place, payload)
+            sums[number] = checksum(ids[16 * number : 16 * number + 16], payload)
+    return sums
+
+
+def _chain(piece: Piece) -> wire.Chain:
+    return wire.Chain(piece.family, piece.ids, piece.first, piece.parent)

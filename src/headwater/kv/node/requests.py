@@ -1,0 +1,213 @@
+"""What each request of a client means to the store. What needs no waiting is answered at once, in order; the rest in
+tasks of the connection."""
+
+from collections.abc import Awaitable, Callable, Iterator
+
+from headwater.clock import Clock
+from headwater.errors import ConfigError, InternalError, StoreError
+from headwater.kv.block import ROOT
+from headwater.kv.lifecycle import Refusal
+from headwater.kv.node import upkeep, wire
+from headwater.kv.node.store import NodeStore, Piece
+from headwater.kv.node.turns import Priority
+from headwater.kv.pricing import ComputeRate
+from headwater.kv.resident import stored_runs
+from headwater.kv.stores.base import TierEvent, TierStore
+from headwater.kv.stores.disk import DiskTier
+from headwater.kv.stores.host import HostTier
+from headwater.protocol.events import BlocksCleared, BlocksStored
+
+_REFUSALS = {Refusal.PRESENT: wire.PRESENT, Refusal.BUSY: wire.BUSY, Refusal.FULL: wire.FULL}
+_MAX_TIMEOUT_S = 600.0
+_SNAPSHOT_EVENTS = 1000
+_MIB = 1 << 20
+
+
+class Requests:
+    """`clients` tells their names."""
+
+    def __init__(self, store: NodeStore, clock: Clock, clients: Callable[[], list[str]]) -> None:
+        self._store, self._clock, self._clients = store, clock, clients
+        self._started = clock.now()
+        self._writing: dict[tuple[int, int], Piece] = {}
+
+    def drop(self, holder: int) -> None:
+        """A client is gone."""
+        self._store.host.ledger.drop_holder(holder)
+        for key in [key for key in self._writing if key[0] == holder]:
+            del self._writing[key]
+
+    def answer_now(self, holder: int, request: wire.Request) -> wire.Answer | None:
+        """None if it takes waiting."""
+        match request:
+            case wire.Reserve():
+                return self._reserve(holder, request)
+            case wire.Commit():
+                return self._commit(holder, request)
+            case wire.Release():
+                return self._release(holder, request)
+            case wire.Lease(timeout_s=0):
+                return self._lease(holder, request)
+            case wire.Locate(timeout_s=0):
+                return wire.Located(request.serial, self._store.locate(_piece(request.chain)))
+            case wire.Describe():
+                rate = ComputeRate(request.token_ms, request.pair_ms, request.block_tokens)
+                self._store.prices.describe(request.family, rate)
+                return wire.Counted(request.serial, 0)
+            case wire.Pin():
+                return wire.Counted(request.serial, self._pin(request))
+            case wire.AskStatus():
+                return self._status(request.serial)
+            case wire.ListBlocks():
+                tier = self._ledgered(request.tier)
+                return wire.BlockList(request.serial, *upkeep.list_blocks(tier.ledger, request.after, request.limit))
+            case _:
+                return None
+
+    async def answer(self, holder: int, request: wire.Request) -> wire.Answer:
+        match request:
+            case wire.Lease():
+                piece = _piece(request.chain)
+                await self._store.fetch(piece, Priority.DEMANDED, min(request.timeout_s, _MAX_TIMEOUT_S))
+                return self._lease(holder, request)
+            case wire.Locate():
+                piece = _piece(request.chain)
+                await self._store.ask(piece, min(request.timeout_s, _MAX_TIMEOUT_S))
+                return wire.Located(request.serial, self._store.locate(piece))
+            case wire.Prefetch():
+                piece = _piece(request.chain)
+                timeout_s = min(request.timeout_s, _MAX_TIMEOUT_S)
+                return wire.Counted(request.serial, await self._store.fetch(piece, Priority.EXPECTED, timeout_s))
+            case wire.Remove():
+                return wire.Counted(request.serial, await self._everywhere(lambda tier: tier.remove(request.ids)))
+            case wire.Clear():
+                cleared = await self._everywhere(lambda tier: tier.clear(tenant=request.tenant, model=request.model))
+                return wire.Counted(request.serial, cleared)
+            case wire.Verify():
+                return wire.Verified(request.serial, *await upkeep.verify(self._ledgered(request.tier)))
+            case wire.Warm():
+                return wire.Counted(request.serial, await upkeep.warm(self._store, request.max_bytes))
+            case _:
+                raise InternalError(f"nobody answers {type(request).__name__}")
+
+    def residency(self) -> Iterator[list[TierEvent]]:
+        """Everything that is resident now, for one who begins to follow."""
+        for tier in self._store.tiers:
+            if not isinstance(tier, HostTier | DiskTier):
+                continue
+            records = ((record.block.id, record.block.parent) for _, record in tier.ledger.records())
+            runs = stored_runs((block_id, None if parent == ROOT else parent) for block_id, parent in records)
+            yield [BlocksCleared(tier.tier)]
+            for start in range(0, len(runs), _SNAPSHOT_EVENTS):
+                part = runs[start : start + _SNAPSHOT_EVENTS]
+                yield [BlocksStored(run.block_ids, run.parent, tier.tier) for run in part]
+
+    def _reserve(self, holder: int, request: wire.Reserve) -> wire.Answer:
+        piece = _piece(request.chain)
+        ticket, answers = self._store.host.reserve(holder, piece.family, piece.blocks())
+        ledger = self._store.host.ledger
+        offsets = [ledger.reserved_offset(ticket, slot) if isinstance(slot, int) else 0 for slot in answers]
+        self._writing[holder, ticket] = piece
+        return wire.Reserved(
+            request.serial, ticket, [slot if isinstance(slot, int) else _REFUSALS[slot] for slot in answers], offsets
+        )
+
+    def _commit(self, holder: int, request: wire.Commit) -> wire.Answer:
+        committed = self._store.host.commit(holder, request.ticket, request.checksums)
+        self._store.committed()
+        piece = self._writing.pop((holder, request.ticket), None)
+        if piece is not None:
+            self._store.used(piece)
+        return wire.Committed(request.serial, len(committed))
+
+    def _lease(self, holder: int, request: wire.Lease) -> wire.Answer:
+        """A leading run: what comes after a gap is of no use to anybody."""
+        host = self._store.host
+        piece = _piece(request.chain)
+        piece = piece.part(0, host.ledger.table.num_leading(piece.ids))
+        ticket, found = host.lease(holder, piece.family, piece.ids)
+        run = []
+        for hit in found:
+            if hit is None:
+                break
+            run.append(hit)
+        self._store.used(piece)
+        return wire.Leased(
+            request.serial,
+            ticket,
+            [slot for slot, _ in run],
+            [record.offset for _, record in run],
+            [record.block.checksum for _, record in run],
+        )
+
+    def _release(self, holder: int, request: wire.Release) -> wire.Answer:
+        valid = self._store.host.release(holder, request.ticket, request.damaged)
+        if valid and request.copied_bytes:
+            self._store.prices.observe("host", request.copied_bytes, request.copied_ms)
+        return wire.Released(request.serial, valid)
+
+    def _pin(self, request: wire.Pin) -> int:
+        ledger = self._store.host.ledger
+        if not request.seconds:
+            return ledger.unpin(request.ids)
+        return sum(ledger.pin(request.ids, self._clock.now() + request.seconds))
+
+    def _ledgered(self, name: str) -> HostTier | DiskTier:
+        for tier in self._store.tiers:
+            if tier.tier == name and isinstance(tier, HostTier | DiskTier):
+                return tier
+        raise ConfigError(f"this store has no {name} tier that can be listed or verified")
+
+    async def _everywhere(self, act: Callable[[TierStore], Awaitable[int]]) -> int:
+        """A tier that is out of reach does not keep the others from it; the first problem is reported at the end."""
+        total = 0
+        problems: list[StoreError] = []
+        for tier in self._store.tiers:
+            try:
+                total += await act(tier)
+            except StoreError as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
+        return total
+
+    def _status(self, serial: int) -> wire.StatusReport:
+        store, ledger = self._store, self._store.host.ledger
+        problems = {one.tier.tier: one.problem for one in store.lower}
+        return wire.StatusReport(
+            serial,
+            tiers=[self._tier_status(tier, problems.get(tier.tier, "")) for tier in store.tiers],
+            clients=self._clients(),
+            pinned_bytes=ledger.pinned_bytes,
+            huge_bytes=store.host.pool.huge_bytes(),
+            num_stranded=ledger.num_stranded,
+            num_waiting=sum(one.turns.num_waiting for one in store.lower),
+            num_spills_dropped=sum(one.num_dropped for one in store.lower),
+            uptime_s=self._clock.now() - self._started,
+        )
+
+    def _tier_status(self, tier: TierStore, problem: str) -> wire.TierStatus:
+        usage = tier.usage()
+        families = list(tier.ledger.families.usage()) if isinstance(tier, HostTier | DiskTier) else []
+        return wire.TierStatus(
+            tier.tier,
+            usage.num_blocks,
+            usage.used_bytes,
+            usage.cap_bytes,
+            usage.num_stored,
+            usage.num_evicted,
+            usage.num_refused,
+            usage.num_hits,
+            usage.num_misses,
+            usage.num_damaged,
+            usage.num_failed,
+            problem,
+            [wire.FamilyUsage(f.model, f.layout, f.tenant, f.payload_bytes, n, used) for f, n, used in families],
+            self._store.prices.load_ms(tier.tier, _MIB),
+        )
+
+
+def _piece(chain: wire.Chain) -> Piece:
+    if len(chain.ids) % 16:
+        raise ConfigError(f"{len(chain.ids)} bytes are no block ids: 16 bytes each")
+    return Piece(chain.family, chain.ids, chain.first, chain.parent)

@@ -1,0 +1,325 @@
+"""The node's store with real clients over its socket: workers that die, share, overload; tiers below."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from headwater.clock import RealClock
+from headwater.kv.admission import AdmitAll, SecondUse
+from headwater.kv.block import ROOT
+from headwater.kv.lifecycle import Rules
+from headwater.kv.node.client import StoreClient
+from headwater.kv.node.prices import NodePrices
+from headwater.kv.node.server import Server
+from headwater.kv.node.store import NodeStore, Piece
+from headwater.kv.pricing import ComputeRate
+from headwater.kv.resident import ResidentBlocks
+from headwater.kv.stores.base import TierStore
+from headwater.kv.stores.host import HostTier, TierOptions
+from headwater.kv.stores.memory import MemoryTier
+from headwater.runtime.conformance import eventually, run_leak_checked
+from kv_fixtures import buffers, chain, family_of, payload_of
+
+SIZE = 8192
+HOST = TierOptions(4 << 20, min_block_bytes=4096, rules=Rules(max_reserved=0.5))
+
+
+class Node:
+    """A store, its server, and clients."""
+
+    def __init__(
+        self, folder: Path, host: TierOptions = HOST, lower: TierStore | None = None, *, eager: bool = False
+    ) -> None:
+        clock = RealClock()
+        self.path = folder / "kv.sock"
+        self.host = HostTier(host, clock)
+        self.lower = lower
+        tiers = [lower] if lower is not None else []
+        admissions = {tier.tier: AdmitAll() if eager else SecondUse() for tier in tiers}
+        self.store = NodeStore(self.host, tiers, admissions, NodePrices(), clock)
+        self.server = Server(self.store, self.path, clock)
+        self.clients: list[StoreClient] = []
+
+    async def client(self, name: str = "worker", **options: Callable[..., None]) -> StoreClient:
+        client = StoreClient(self.path, name, **options)  # type: ignore[arg-type]
+        await client.start(patience_s=5.0)
+        self.clients.append(client)
+        assert not client.problem
+        return client
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, host: TierOptions = HOST, lower: TierStore | None = None, *, eager: bool = False
+) -> AsyncIterator[Node]:
+    node = Node(folder, host, lower, eager=eager)
+    node.store.start()
+    node.server.start()
+    try:
+        yield node
+    finally:
+        for client in node.clients:
+            await client.close()
+        await node.server.close()
+        node.host.ledger.check()
+        await node.store.close()
+
+
+def piece(name: str, count: int, *, tenant: str = "", size: int = SIZE) -> Piece:
+    return Piece(family_of(size, tenant), b"".join(chain(name, count)), 0, ROOT)
+
+
+def payloads(run: Piece) -> list[memoryview]:
+    ids = [run.ids[at : at + 16] for at in range(0, len(run.ids), 16)]
+    return [memoryview(payload_of(block_id, run.family.payload_bytes)) for block_id in ids]
+
+
+async def load(client: StoreClient, run: Piece, timeout_s: float = 2.0) -> int:
+    """How many blocks came; each compared with what it must be."""
+    into = buffers(run.num_blocks, run.family.payload_bytes)
+    loaded = await client.load(run, into, timeout_s=timeout_s)
+    assert into[:loaded] == payloads(run)[:loaded]
+    return loaded
+
+
+def test_what_one_worker_stores_another_loads(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path) as node:
+            one, two = await node.client("one"), await node.client("two")
+            run = piece("a", 20)
+            assert two.num_in_host(run.ids) == 0
+            assert await two.match(run) == []
+            assert await one.offer(run, payloads(run)) == 20
+            assert await one.offer(run, payloads(run)) == 0
+            assert two.num_in_host(run.ids) == 20
+            runs = await two.match(run)
+            assert [(found.tier, found.num_blocks) for found in runs] == [("host", 20)]
+            assert runs[0].load_ms > 0
+            progress: list[int] = []
+            into = buffers(20, SIZE)
+            assert await two.load(run, into, timeout_s=1.0, on_arrived=progress.append) == 20
+            assert progress == [20]
+            assert into == payloads(run)
+
+    run_leak_checked(check())
+
+
+def test_loading_stops_at_the_first_gap(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path) as node:
+            client = await node.client()
+            run = piece("a", 10)
+            await client.offer(run, payloads(run))
+            await client.remove(run.ids[16 * 4 : 16 * 5])
+            assert await load(client, run) == 4
+            assert await client.match(piece("b", 3)) == []
+            assert await load(client, piece("b", 3)) == 0
+
+    run_leak_checked(check())
+
+
+def test_a_flipped_bit_in_shared_memory_is_never_served(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path) as node:
+            client = await node.client()
+            run = piece("a", 10)
+            await client.offer(run, payloads(run))
+            table = node.host.ledger.table
+            node.host.pool.data[table.offset_of(table.find(run.ids, 6)) + 100] ^= 4
+            assert await load(client, run) == 6
+            assert client.num_damaged == 1
+            assert (await client.status()).tiers[0].num_damaged == 1
+            assert client.num_in_host(run.ids) == 6
+            assert await client.offer(run, payloads(run)) == 1
+            assert await load(client, run) == 10
+
+    run_leak_checked(check())
+
+
+def test_a_worker_that_vanishes_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path) as node:
+            client, other = await node.client("dies"), await node.client("lives")
+            run, second = piece("a", 10), piece("b", 10)
+            await client.offer(run, payloads(run))
+            used = node.host.ledger.space.used_bytes
+            node.host.reserve(1, second.family, second.blocks())
+            node.host.lease(1, run.family, run.ids)
+            assert node.host.ledger.space.used_bytes > used
+            assert client._connection is not None
+            client._connection.close()
+            await eventually(lambda: node.host.ledger.space.used_bytes == used, "its reservations are freed")
+            assert await load(other, run) == 10
+            assert await other.offer(second, payloads(second)) == 10
+
+    run_leak_checked(check())
+
+
+def test_a_store_that_restarts_is_found_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        resident = {"host": ResidentBlocks()}
+
+        def follow(events: object) -> None:
+            for event in events:  # type: ignore[attr-defined]
+                if event.tier == "host":
+                    resident["host"].apply(event)
+
+        run = piece("a", 10)
+        client = StoreClient(tmp_path / "kv.sock", "worker", on_events=follow)
+        await client.start()
+        assert await client.offer(run, payloads(run)) == 0, "no store yet: nothing fails"
+        async with running(tmp_path):
+            await eventually(lambda: not client.problem, "connected")
+            assert await client.offer(run, payloads(run)) == 10
+            await eventually(lambda: len(resident["host"]) == 10, "told of its blocks")
+        await eventually(lambda: bool(client.problem), "noticed")
+        assert len(resident["host"]) == 0
+        assert await load(client, run) == 0
+        assert await client.match(run) == []
+        async with running(tmp_path):
+            await eventually(lambda: not client.problem, "connected again")
+            assert await client.offer(run, payloads(run)) == 10
+            assert await load(client, run) == 10
+        await client.close()
+
+    run_leak_checked(check())
+
+
+def test_what_is_used_twice_goes_down_and_comes_up_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        disk = MemoryTier(32 << 20, "disk")
+        async with running(tmp_path, lower=disk) as node:
+            client = await node.client()
+            once, twice = piece("once", 10), piece("twice", 10)
+            for run in (once, twice, twice):
+                await client.offer(run, payloads(run))
+            await eventually(lambda: all(disk.known(twice.ids)), "written to the lower tier")
+            assert not any(disk.known(once.ids)), "one use is not enough"
+            await node.host.remove(twice.ids)
+            runs = await client.match(twice)
+            assert [(found.tier, found.num_blocks) for found in runs] == [("disk", 10)]
+            assert await load(client, twice) == 10
+            assert client.num_in_host(twice.ids) == 10
+
+    run_leak_checked(check())
+
+
+def test_prefetch_brings_blocks_up_before_they_are_asked_for(tmp_path: Path) -> None:
+    async def check() -> None:
+        disk = MemoryTier(32 << 20, "disk")
+        async with running(tmp_path, lower=disk, eager=True) as node:
+            client = await node.client()
+            run = piece("a", 30)
+            await client.offer(run, payloads(run))
+            await eventually(lambda: all(disk.known(run.ids)), "written to the lower tier")
+            await node.host.clear()
+            found = await asyncio.gather(*(client.prefetch(run, timeout_s=2.0) for _ in range(8)))
+            assert found == [30] * 8
+            assert client.num_in_host(run.ids) == 30
+            assert disk.usage().num_hits == 30, "eight who asked at once: one read"
+
+    run_leak_checked(check())
+
+
+def test_damage_below_is_not_brought_up(tmp_path: Path) -> None:
+    async def check() -> None:
+        disk = MemoryTier(32 << 20, "disk")
+        async with running(tmp_path, lower=disk, eager=True) as node:
+            client = await node.client()
+            run = piece("a", 10)
+            await client.offer(run, payloads(run))
+            await eventually(lambda: all(disk.known(run.ids)), "written to the lower tier")
+            await node.host.clear()
+            disk.corrupt(run.ids[16 * 5 : 16 * 6])
+            assert await load(client, run) == 5
+
+    run_leak_checked(check())
+
+
+def test_a_load_that_takes_too_long_gives_what_has_come(tmp_path: Path) -> None:
+    class Slow(MemoryTier):
+        async def get(self, family, ids, into):  # type: ignore[no-untyped-def]
+            await asyncio.sleep(30.0)
+            return await super().get(family, ids, into)
+
+    async def check() -> None:
+        disk = Slow(32 << 20, "disk")
+        async with running(tmp_path, lower=disk, eager=True) as node:
+            client = await node.client()
+            run = piece("a", 10)
+            await client.offer(run, payloads(run))
+            await eventually(lambda: all(disk.known(run.ids)), "written to the lower tier")
+            await node.host.remove(run.ids[16 * 3 :])
+            assert await load(client, run, timeout_s=0.1) == 3
+
+    run_leak_checked(check())
+
+
+def test_eight_workers_at_once(tmp_path: Path) -> None:
+    """Everybody stores and loads overlapping chains in a tier that is far too small."""
+
+    async def work(client: StoreClient, number: int) -> None:
+        for turn in range(12):
+            run = piece(f"chain {(number + turn) % 10}", 20, tenant="x" if turn % 3 == 0 else "")
+            await client.offer(run, payloads(run))
+            await load(client, run)
+
+    async def check() -> None:
+        async with running(tmp_path, TierOptions(1 << 20, min_block_bytes=4096)) as node:
+            clients = [await node.client(f"worker {number}") for number in range(8)]
+            await asyncio.gather(*(work(client, number) for number, client in enumerate(clients)))
+            usage = node.host.usage()
+            assert usage.used_bytes <= usage.cap_bytes
+            assert usage.num_damaged == 0
+            assert usage.num_evicted > 0
+
+    run_leak_checked(check())
+
+
+def test_an_offer_that_is_called_off_gives_its_places_back(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path) as node:
+            client = await node.client()
+            run = piece("a", 100)
+            for turns in range(8):
+                task = asyncio.create_task(client.offer(run, payloads(run)))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            ledger = node.host.ledger
+            await eventually(lambda: ledger.space.used_bytes == ledger.table.num_blocks * SIZE, "given back")
+            await client.offer(run, payloads(run))
+            assert await load(client, run) == 100
+
+    run_leak_checked(check())
+
+
+def test_cost_of_computing_is_learned_from_engines(tmp_path: Path) -> None:
+    async def check() -> None:
+        disk = MemoryTier(32 << 20, "disk")
+        async with running(tmp_path, lower=disk, eager=True) as node:
+            client = await node.client()
+            run = piece("a", 10)
+            await client.describe(run.family, ComputeRate(1e-9, 0.0, 16))
+            await client.offer(run, payloads(run))
+            await asyncio.sleep(0.05)
+            assert not any(disk.known(run.ids)), "computing it is cheaper than reading it back"
+
+    run_leak_checked(check())
+
+
+def test_tenants_are_cleared_alone(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path) as node:
+            client = await node.client()
+            ours, theirs = piece("a", 5, tenant="ours"), piece("b", 5, tenant="theirs")
+            for run in (ours, theirs):
+                await client.offer(run, payloads(run))
+            assert await load(client, Piece(theirs.family, ours.ids, 0, ROOT)) == 0, "ids of another family"
+            assert await client.clear(tenant="ours") == 5
+            assert await load(client, ours) == 0
+            assert await load(client, theirs) == 5
+
+    run_leak_checked(check())
