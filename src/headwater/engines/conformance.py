@@ -34,6 +34,9 @@ SIZES = EngineConfig(
 )
 
 
+SETTLE_S = 0.15
+
+
 def prompt_of(length: int, letter: int = 1) -> list[int]:
     """Token ids of a prompt; different letters share no prefix."""
     return [20 + letter] + [20 + (letter * 31 + position * 7) % 200 for position in range(length - 1)]
@@ -41,6 +44,15 @@ def prompt_of(length: int, letter: int = 1) -> list[int]:
 
 class EngineConformance:
     """Inherit, and say how to make an engine."""
+
+    plans_itself = False
+    """Whether the engine plans its own steps, out of our sight: its steps are then not accounted for to the token, a
+    prefix is shared once it has been computed, and blocks are told of a moment later."""
+
+    async def settle(self) -> None:
+        """Until what was computed has been told of."""
+        if self.plans_itself:
+            await asyncio.sleep(SETTLE_S)
 
     def create(self, sizes: EngineConfig) -> Engine:
         """A new engine, not started, with these sizes and a model of the test's choice."""
@@ -231,9 +243,11 @@ class EngineConformance:
     async def test_a_prefix_is_found_again_and_told(self) -> None:
         async with self.bench() as bench:
             await bench.run(bench.request(prompt_of(100)), bench.request(prompt_of(100)))
+            await self.settle()
             await bench.run(bench.request([*prompt_of(70), 5]))
-            cached = [bench.recorder.outputs[stream][0].num_cached_tokens for stream in (1, 2, 3)]
-            assert cached == [0, 96, 64]
+            first, twin, later = (bench.recorder.outputs[stream][0].num_cached_tokens for stream in (1, 2, 3))
+            assert (first, later) == (0, 64)
+            assert twin == 96 or (self.plans_itself and twin == 0)
         async with self.bench(enable_prefix_caching=False) as bench:
             for stream in (1, 2):
                 await bench.run(bench.request(prompt_of(100)))
@@ -401,6 +415,7 @@ class EngineConformance:
                 bench.engine.abort([dropped])
                 assert bench.engine.resident_blocks() == bench.recorder.resident.snapshot()
             await bench.all_free()
+            await self.settle()
             assert bench.engine.resident_blocks() == bench.recorder.resident.snapshot()
             assert 0 < len(bench.recorder.resident) <= 24
             if bench.core is not None:
@@ -414,6 +429,7 @@ class EngineConformance:
             request = bench.request(prompt_of(40), 30, namespace=key)
             request.block_ids = chain_block_ids(key, request.prompt, BLOCK_SIZE)
             (tokens,) = await bench.run(request)
+            await self.settle()
             written = request.prompt + array("I", tokens[:-1]).tobytes()
             ids = chain_block_ids(key, written, BLOCK_SIZE)
             stored = [event for event in bench.recorder.events if isinstance(event, BlocksStored)]
@@ -424,15 +440,17 @@ class EngineConformance:
     async def test_load_reports_count_everything_and_beat_when_idle(self) -> None:
         async with self.bench() as bench:
             await bench.run(*[bench.request(prompt_of(33, letter), 9) for letter in range(3)])
+            await self.settle()
             await bench.run(bench.request(prompt_of(33, 0), 9))
             await bench.all_free()
             load = bench.engine.load()
             assert (load.num_running, load.num_waiting, load.waiting_prefill_tokens) == (0, 0, 0)
             assert (load.prompt_tokens, load.cached_tokens, load.generated_tokens) == (132, 32, 36)
             timings = [timing for report in bench.recorder.loads for timing in report.timings]
-            assert len(timings) == load.steps
-            assert sum(timing.num_prefill_tokens for timing in timings) == 100
-            assert sum(timing.num_decode_sequences for timing in timings) == 32
+            if not self.plans_itself:
+                assert len(timings) == load.steps
+                assert sum(timing.num_prefill_tokens for timing in timings) == 100
+                assert sum(timing.num_decode_sequences for timing in timings) == 32
             assert all(timing.duration_ms >= 0 for timing in timings)
             beats = len(bench.recorder.loads)
             await eventually(lambda: len(bench.recorder.loads) > beats, "an idle engine reports")

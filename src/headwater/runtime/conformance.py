@@ -10,6 +10,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import uvloop
 
 CHECK_TIMEOUT_S = 30.0
+CHECK = "check"
+"""Attribute of a check that holds it as a coroutine function, for those who have a loop already."""
 _SETTLE_S = 5.0
 
 Self = TypeVar("Self")
@@ -25,6 +27,7 @@ def on_loop(
         run_leak_checked(check(self, *args, **kwargs))
 
     run.__name__, run.__qualname__, run.__doc__ = check.__name__, check.__qualname__, check.__doc__
+    setattr(run, CHECK, check)
     return run
 
 
