@@ -9,6 +9,7 @@ import secrets
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         held.callback(writer.close)
         configure_logging(config.runtime, "supervisor", writer, secrets=secrets_of(config))
         check(config)
-        finish = asyncio.run(Serving(config, writer, began).run())
+        finish = asyncio.run(Serving(config, writer, began, folder.restarted).run())
     if finish.code:
         print(f"headwater: error: {finish.reason}", file=sys.stderr)
     return finish.code
@@ -112,7 +113,9 @@ def placed(config: ServeConfig, port: int, folder: ClusterFolder) -> ServeConfig
 class Serving:
     """One run of the verb."""
 
-    def __init__(self, config: ServeConfig, writer: LogWriter, began: float) -> None:
+    def __init__(
+        self, config: ServeConfig, writer: LogWriter, began: float, on_restarted: Callable[[str | None], None]
+    ) -> None:
         self._config = config
         self._began = began
         frontend = config.frontend
@@ -121,7 +124,9 @@ class Serving:
         json_logs = config.runtime.log_format == "json"
         console = Console(stderr=True)
         live_on = console if console.is_terminal and not json_logs else None
-        self._display = ServeDisplay(writer, parts_of(config), self._print_ready, json_logs=json_logs, live_on=live_on)
+        self._display = ServeDisplay(
+            writer, parts_of(config), self._print_ready, on_restarted, json_logs=json_logs, live_on=live_on
+        )
 
     async def run(self) -> Finish:
         supervisor = LocalSupervisor(self._config, self._display, check_serving=self._until_serving)

@@ -47,12 +47,14 @@ class ServeDisplay:
         writer: LogWriter,
         parts: Sequence[Part],
         on_ready: Callable[[], None],
+        on_restarted: Callable[[str | None], None],
         *,
         json_logs: bool,
         live_on: Console | None,
     ) -> None:
         self._writer = writer
         self._on_ready = on_ready
+        self._on_restarted = on_restarted
         self._json_logs = json_logs
         self._reports: dict[str, ProgressReport] = {str(part): ProgressReport("start") for part in parts}
         self._logged: dict[str, tuple[str, float]] = {}
@@ -99,6 +101,7 @@ class ServeDisplay:
             _log.info("all processes have been replaced")
         else:
             _log.error("the rolling restart ended early: %s", failure)
+        self._on_restarted(failure)
 
     def on_stopping(self, reason: str) -> None:
         self.stop_live()

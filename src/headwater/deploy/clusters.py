@@ -34,6 +34,10 @@ class ClusterRecord(msgspec.Struct, frozen=True):
     """Of the operator: opens the admin routes."""
     cert: str = ""
     """The certificate that the port shows, if it speaks TLS."""
+    restarts: int = 0
+    """Rolling restarts that are over."""
+    restart_failure: str | None = None
+    """Why the last one did not replace everything."""
 
 
 class ClusterFolder:
@@ -45,7 +49,15 @@ class ClusterFolder:
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def publish(self, record: ClusterRecord) -> None:
-        os.pwrite(self._fd, msgspec.json.encode(record), 0)
+        self._record = record
+        data = msgspec.json.encode(record)
+        os.pwrite(self._fd, data, 0)
+        os.ftruncate(self._fd, len(data))
+
+    def restarted(self, failure: str | None) -> None:
+        """A rolling restart is over."""
+        count = self._record.restarts + 1
+        self.publish(msgspec.structs.replace(self._record, restarts=count, restart_failure=failure))
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -6,18 +6,21 @@
 /version        version of the program and of the protocol
 /metrics        Prometheus text
 /debug/cluster  all of the above in one JSON document, for `headwater status`
+/admin/drain/ID POST: lets a worker finish or hand over its streams and leave, for `headwater drain`
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from headwater import __version__
+from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.frontend.cluster import Cluster
 from headwater.frontend.http.base import Handler, HttpRequest, Responder
-from headwater.frontend.http.replies import JSON
+from headwater.frontend.http.replies import JSON, reply_for
 from headwater.frontend.metrics import CONTENT_TYPE, MetricsPage
 from headwater.frontend.models import ModelSet
 from headwater.frontend.routes import Route
@@ -60,7 +63,21 @@ class AdminPages:
             Route("GET", "/version", _json(_version), scope=None),
             Route("GET", "/metrics", self._serve_metrics, scope="metrics"),
             Route("GET", "/debug/cluster", _json(self._debug)),
+            Route("POST", "/admin/drain/{worker_id}", self._drain),
         ]
+
+    def _drain(self, request: HttpRequest, responder: Responder) -> None:
+        """Body: `{"within_s": 30}`; a worker takes no longer than its own `--drain-timeout`."""
+        worker_id = request.path_params["worker_id"]
+        try:
+            within_s = msgspec.json.decode(request.body, type=_DrainBody).within_s if request.body else math.inf
+            self._cluster.drain(worker_id, within_s)
+        except msgspec.MsgspecError as error:
+            _refuse(responder, InvalidRequest(f'expected {{"within_s": seconds}}: {error}', param="within_s"))
+        except HeadwaterError as error:
+            _refuse(responder, error)
+        else:
+            responder.send(202, (JSON,), msgspec.json.encode({"worker_id": worker_id, "state": "draining"}))
 
     def _health(self) -> tuple[int, dict[str, Any]]:
         draining = self._state.draining()
@@ -167,6 +184,15 @@ def _load(worker: WorkerView) -> dict[str, Any] | None:
 
 def _version() -> tuple[int, dict[str, Any]]:
     return 200, {"version": __version__, "protocol": ".".join(map(str, PROTOCOL_VERSION))}
+
+
+class _DrainBody(msgspec.Struct):
+    within_s: Annotated[float, msgspec.Meta(ge=0)]
+
+
+def _refuse(responder: Responder, error: HeadwaterError) -> None:
+    reply = reply_for(error)
+    responder.send(reply.status, reply.headers, reply.body)
 
 
 def _json(make: Callable[[], tuple[int, dict[str, Any]]]) -> Handler:

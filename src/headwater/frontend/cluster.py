@@ -12,7 +12,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from headwater.errors import HeadwaterError, WorkerLost
+from headwater.errors import HeadwaterError, InvalidRequest, WorkerLost
 from headwater.frontend.connection import OpenLink, WorkerConnection
 from headwater.frontend.dispatcher import ClusterDispatcher
 from headwater.frontend.fault_metrics import FaultMetrics
@@ -20,7 +20,7 @@ from headwater.frontend.models import ModelSet
 from headwater.frontend.vigil import Vigil, VigilLimits
 from headwater.protocol.cluster import Instance
 from headwater.protocol.events import EventBatch, EventSnapshot, LoadReport
-from headwater.protocol.frames import StepFrame
+from headwater.protocol.frames import Drain, StepFrame
 from headwater.router.view import ClusterView
 from headwater.runtime.events.base import EventSubscriber
 from headwater.runtime.registry.base import (
@@ -37,6 +37,7 @@ from headwater.runtime.registry.base import (
 logger = logging.getLogger(__name__)
 
 _RESUBSCRIBE_DELAY_S = 2.0
+_LONGEST_DRAIN_S = 24 * 3600.0
 _FIRST_CANARY_S = 0.5
 _LONGEST_CANARY_DELAY_S = 30.0
 _FORGET_QUARANTINES_S = 120.0
@@ -90,6 +91,13 @@ class Cluster:
 
     def connection(self, worker_id: str) -> WorkerConnection | None:
         return self._connections.get(worker_id)
+
+    def drain(self, worker_id: str, within_s: float) -> None:
+        """Tell a worker to leave. Raises `InvalidRequest` for an unknown one, or what keeps it from hearing."""
+        connection = self._connections.get(worker_id)
+        if connection is None:
+            raise InvalidRequest(f"there is no worker {worker_id}", param="worker_id")
+        connection.send(Drain(min(within_s, _LONGEST_DRAIN_S)))
 
     # -- registry -----------------------------------------------------------------------------------------------
 

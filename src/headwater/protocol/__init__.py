@@ -5,4 +5,4 @@ fields at the end with a default; nothing is renamed, retyped or reordered withi
 `PROTOCOL_VERSION` is (major, minor): peers with the same major and adjacent minors work together.
 """
 
-PROTOCOL_VERSION = (1, 0)
+PROTOCOL_VERSION = (1, 1)

@@ -6,6 +6,7 @@ A worker sends one `StepFrame` per engine step and connection, whatever the numb
 import msgspec
 
 from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput
+from headwater.types import Role
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -37,7 +38,28 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     nonce: int
 
 
-FrontendFrame = Hello | Submit | Abort | FetchArtifact | Ping
+class ReleaseBlocks(msgspec.Struct, frozen=True, tag="release"):
+    """The KV blocks of these exported sequences are read no more; those that still run are stopped. Since 1.1."""
+
+    streams: list[int]
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Finish what runs within so many seconds, let go of the rest, leave. Since 1.1."""
+
+    within_s: float
+
+
+class SetRole(msgspec.Struct, frozen=True, tag="role"):
+    """What is to be sent to this worker from now on; what runs goes on. Since 1.1."""
+
+    role: Role
+
+
+FrontendFrame = Hello | Submit | Abort | FetchArtifact | Ping | ReleaseBlocks | Drain | SetRole
+
+SINCE: dict[type[msgspec.Struct], tuple[int, int]] = {Drain: (1, 1), ReleaseBlocks: (1, 1), SetRole: (1, 1)}
+"""Frames that peers of an older version do not know: they are not sent there."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -63,8 +85,21 @@ class ArtifactChunk(msgspec.Struct, frozen=True, tag="chunk"):
     error: ErrorInfo | None = None
 
 
+class BlocksReady(msgspec.Struct, frozen=True, tag="ready"):
+    """KV blocks of an exported sequence can be read. Precedes the first token, which comes in a `StepFrame`."""
+
+    stream: int
+    first_block: int
+    """Number of the first of them in the sequence."""
+    num_blocks: int
+    blocks: bytes
+    """Where they lie: a `headwater.transfer.blocks.Blocks`, in msgpack."""
+    card: bytes = b""
+    """Of the transfer agent; with the first blocks of a sequence."""
+
+
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
     nonce: int
 
 
-WorkerFrame = Welcome | Refused | StepFrame | ArtifactChunk | Pong
+WorkerFrame = Welcome | Refused | StepFrame | ArtifactChunk | Pong | BlocksReady

@@ -98,7 +98,7 @@ def shown(stream: io.BytesIO, runtime: RuntimeConfig) -> list[str]:
     json_logs = runtime.log_format == "json"
     writer = LogWriter(stream, b"" if json_logs else prefix("supervisor", [F0, W0]))
     configure_logging(runtime, "supervisor", writer)
-    display = ServeDisplay(writer, [F0, W0], lambda: None, json_logs=json_logs, live_on=None)
+    display = ServeDisplay(writer, [F0, W0], lambda: None, lambda failure: None, json_logs=json_logs, live_on=None)
     for done in (1, 2, 3):
         display.on_progress(W0, ProgressReport("download", done * 1024**3, 4 * 1024**3, "bytes", "model.gguf"))
     display.on_progress(W0, ProgressReport("warm"))
@@ -137,7 +137,7 @@ def test_on_a_terminal_progress_is_a_region_and_lines_pass_above_it() -> None:
     raw = io.BytesIO()
     writer = LogWriter(raw)
     ready = threading.Event()
-    display = ServeDisplay(writer, [F0, W0], ready.set, json_logs=False, live_on=console)
+    display = ServeDisplay(writer, [F0, W0], ready.set, lambda failure: None, json_logs=False, live_on=console)
     display.on_progress(W0, ProgressReport("load", 1, 2, "bytes"))
     writer.lines([b"during [bold]start-up[/]"])
     while "start-up" not in text.getvalue():

@@ -28,7 +28,8 @@ class WorkerLink(Protocol):
     def send(self, frame: FrontendFrame) -> None:
         """Queue a frame; silently dropped after the connection broke (`on_broken` has told).
 
-        Raises `PayloadTooLarge` for a frame that no message could carry.
+        Raises `PayloadTooLarge` for a frame that no message could carry, `Unavailable` for one that a worker of an
+        older version does not know.
         """
         ...
 

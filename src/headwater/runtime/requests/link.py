@@ -9,10 +9,12 @@ import asyncio
 
 import msgspec
 
-from headwater.errors import HeadwaterError, ProtocolError, WorkerLost
+from headwater.errors import HeadwaterError, ProtocolError, Unavailable, WorkerLost
 from headwater.protocol import PROTOCOL_VERSION
 from headwater.protocol.frames import (
+    SINCE,
     ArtifactChunk,
+    BlocksReady,
     FrontendFrame,
     Hello,
     Ping,
@@ -40,6 +42,7 @@ class Link:
         self._on_broken: OnBroken = _ignore
         self._welcome: asyncio.Future[str] | None = None
         self._welcomed = False
+        self._peer_version = PROTOCOL_VERSION
         self._connected = False
         """`connect` has returned: from now on a break is told to `on_broken`."""
         self._ended = False
@@ -73,6 +76,11 @@ class Link:
         return worker_id
 
     def send(self, frame: FrontendFrame) -> None:
+        since = SINCE.get(type(frame))
+        if since is not None and self._peer_version < since:
+            theirs, needed = (f"{major}.{minor}" for major, minor in (self._peer_version, since))
+            what = type(frame).__name__.lower()
+            raise Unavailable(f"the worker speaks protocol {theirs} and is not understood to {what}, which is {needed}")
         if self._welcomed and not self._ended:
             self._enqueue(frame)
 
@@ -109,7 +117,7 @@ class Link:
         for frame in frames:
             if self._ended:
                 return
-            if isinstance(frame, StepFrame | ArtifactChunk) and self._welcomed:
+            if isinstance(frame, StepFrame | ArtifactChunk | BlocksReady) and self._welcomed:
                 self._on_frame(frame)
             else:
                 self._on_control(frame)
@@ -124,6 +132,7 @@ class Link:
                     self._break(ProtocolError(f"{self._dialer.address}: {reason}"))
                 elif not self._welcome.done():
                     self._welcomed = True
+                    self._peer_version = version
                     self._welcome.set_result(worker_id)
             case _ if not self._welcomed:
                 self._break(ProtocolError(f"{self._dialer.address} began without a welcome"))
