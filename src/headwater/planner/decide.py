@@ -23,11 +23,14 @@ from headwater.planner.objective import Objective, Score
 from headwater.planner.plan import RolePlan, aggregated, candidates, loosened
 from headwater.planner.pool import WorkerModel
 from headwater.planner.traffic import Served, Summary, Traffic, resample, same, summary
+from headwater.types import Role
 
 _MAX_HELD = 64
 _SAMPLES = ((1, -1), (2, 1))
 """Seed, and on which side of the measured rate."""
 _MOST_DOUBT = 0.2
+_WHOLE = 0.9
+"""A smaller part of the traffic cannot be replayed alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +87,16 @@ class Decision:
 class Planner:
     """Keeps the plan of one pool of workers."""
 
-    def __init__(self, num_workers: int, settings: PlannerSettings | None = None) -> None:
+    def __init__(
+        self, num_workers: int, settings: PlannerSettings | None = None, fixed: Sequence[Role | None] = ()
+    ) -> None:
         self.settings = settings or PlannerSettings()
         self.traffic = Traffic(keep_ms=self.settings.mixture_ms)
-        self.plan = aggregated(num_workers)
+        self.fixed = tuple(fixed) or (None,) * num_workers
+        """Roles of workers that do not change theirs."""
+        self.share = 1.0
+        """Of the pool's requests, the part that `traffic` shows."""
+        self.plan = RolePlan(tuple(role or "both" for role in self.fixed)) if fixed else aggregated(num_workers)
         self.correction = Correction()
         self._held: list[Held] = [Held(-inf, self.plan)]
         self._evaluated: Summary | None = None
@@ -144,7 +153,7 @@ class Planner:
 
     def _correct(self, now_ms: float, pool: Sequence[WorkerModel]) -> None:
         seen = self.traffic.since(now_ms - self.settings.mixture_ms)[-self.settings.max_jobs :]
-        if len(seen) < self.settings.min_requests:
+        if len(seen) < self.settings.min_requests or self.share < _WHOLE:
             return
         jobs = self.traffic.jobs(seen, 0)
         expected = self.traffic.expected_output()
@@ -176,9 +185,9 @@ class Planner:
 
     def _choose(self, now_ms: float, pool: Sequence[WorkerModel], seen: Summary, recent: Sequence[Served]) -> Decision:
         settings = self.settings
-        plans = list(candidates([model.name for model in pool]))
+        plans = list(candidates([model.name for model in pool], self.fixed))
         samples = self._samples(recent, seen.requests_per_s, pool)
-        likely = screen(pool, plans, samples[0], settings.objective, (self.plan, plans[0]))
+        likely = screen(pool, plans, samples[0], settings.objective, (self.plan, *plans[:1]))
         each = evaluate_each(pool, likely, samples, settings.objective)
         best = best_of(means(each), settings.objective, settings.tie)
         best = self._loose(pool, best, each, samples)
@@ -253,7 +262,8 @@ class Planner:
         # What the rate is known to, by so many arrivals: a plan is to be better within that.
         doubt = min(_MOST_DOUBT, 1 / sqrt(len(served)))
         return [
-            Sample(resample(jobs, requests_per_s * (1 + sign * doubt), num, seed), expected) for seed, sign in _SAMPLES
+            Sample(resample(jobs, requests_per_s / self.share * (1 + sign * doubt), num, seed), expected)
+            for seed, sign in _SAMPLES
         ]
 
 

@@ -27,6 +27,12 @@ class RolePlan:
     def aggregated(self) -> bool:
         return all(role == "both" for role in self.roles)
 
+    @property
+    def complete(self) -> bool:
+        """Whether both phases are done by somebody, and prefill workers have someone to prefill for."""
+        decoding = any(role != "prefill" for role in self.roles)
+        return decoding and any(role != "decode" for role in self.roles)
+
     def describe(self, names: Sequence[str] = ()) -> str:
         """In words: `2 x TP1 prefill + 1 x TP2 decode`."""
         if self.aggregated:
@@ -50,25 +56,34 @@ def aggregated(num_workers: int) -> RolePlan:
     return RolePlan((both,) * num_workers)
 
 
-def candidates(classes: Sequence[str]) -> Iterator[RolePlan]:
-    """All-aggregated, then every split into prefill and decode, for workers of these classes."""
-    yield aggregated(len(classes))
-    names = list(dict.fromkeys(classes))
-    sizes = [classes.count(name) for name in names]
-    for counts in product(*[range(size + 1) for size in sizes]):
-        if 0 < sum(counts) < len(classes):
-            yield _split(classes, dict(zip(names, counts, strict=True)))
+def candidates(classes: Sequence[str], fixed: Sequence[Role | None] = ()) -> Iterator[RolePlan]:
+    """All-aggregated, then every split into prefill and decode, for workers of these classes.
+
+    `fixed`: the role of each worker that cannot change it. Plans in which one phase is done by nobody are left out.
+    """
+    fixed = fixed or (None,) * len(classes)
+    both: Role = "both"
+    whole = RolePlan(tuple(role or both for role in fixed))
+    if whole.complete:
+        yield whole
+    free = [name for name, role in zip(classes, fixed, strict=True) if role is None]
+    names = list(dict.fromkeys(free))
+    for counts in product(*[range(free.count(name) + 1) for name in names]):
+        plan = _split(classes, fixed, dict(zip(names, counts, strict=True)))
+        if plan.complete and not plan.aggregated and plan != whole:
+            yield plan
 
 
-def _split(classes: Sequence[str], num_prefill: dict[str, int]) -> RolePlan:
-    left = dict(num_prefill)
+def _split(classes: Sequence[str], fixed: Sequence[Role | None], num_prefill: dict[str, int]) -> RolePlan:
     roles: list[Role] = []
-    for name in classes:
-        roles.append("prefill" if left[name] > 0 else "decode")
-        left[name] -= 1
+    for name, role in zip(classes, fixed, strict=True):
+        if role is None:
+            role = "prefill" if num_prefill[name] > 0 else "decode"
+            num_prefill[name] -= 1
+        roles.append(role)
     return RolePlan(tuple(roles))
 
 
 def loosened(plan: RolePlan) -> RolePlan | None:
     """The same roles, left where the price says so; None where there is nothing to leave."""
-    return None if plan.aggregated or plan.loose else RolePlan(plan.roles, loose=True)
+    return None if "prefill" not in plan.roles or plan.loose else RolePlan(plan.roles, loose=True)

@@ -78,6 +78,13 @@ class Traffic:
         served.output_tokens = max(1, output_tokens)
         self._lengths.append((served.prompt_tokens, served.output_tokens))
 
+    def refill(self, served: Sequence[Served]) -> None:
+        """These, in order of arrival, instead of what was known."""
+        self._served.clear()
+        self._served.extend(served)
+        ended = [(one.prompt_tokens, one.output_tokens) for one in served if one.output_tokens]
+        self._lengths.extend(ended[-(self._lengths.maxlen or 0) :])
+
     def since(self, at_ms: float) -> list[Served]:
         """Those that came from then on, in order."""
         found: list[Served] = []

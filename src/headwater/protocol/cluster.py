@@ -76,3 +76,5 @@ class Instance(msgspec.Struct, frozen=True, omit_defaults=True):
     max_num_batched_tokens: int = 0
     hardware: str = ""
     """Class of hardware, for pooling time models, e.g. `cpu-epyc-avx2-1t`."""
+    adaptive: bool = False
+    """Whether its role may be changed by frontends (`SetRole`), as traffic asks for."""

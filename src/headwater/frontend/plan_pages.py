@@ -1,0 +1,68 @@
+"""`GET /debug/plan`: the plan of roles of every model with adaptive workers, and what it was chosen from."""
+
+from typing import Any
+
+import msgspec
+
+from headwater.frontend.http.base import HttpRequest, Responder
+from headwater.frontend.http.replies import JSON
+from headwater.frontend.planning import ModelPlan, Planning
+from headwater.frontend.routes import Route
+from headwater.planner.decide import Decision
+
+
+class PlanPages:
+    def __init__(self, planning: Planning) -> None:
+        self._planning = planning
+
+    def routes(self) -> list[Route]:
+        return [Route("GET", "/debug/plan", self._serve)]
+
+    def _serve(self, _request: HttpRequest, responder: Responder) -> None:
+        document = {fingerprint: _described(kept) for fingerprint, kept in self._planning.plans.items()}
+        responder.send(200, (JSON, (b"cache-control", b"no-store")), msgspec.json.encode({"models": document}))
+
+
+def _described(kept: ModelPlan) -> dict[str, Any]:
+    plan = kept.planner.plan
+    return {
+        "roles": dict(zip(kept.workers, plan.roles, strict=True)),
+        "loose": plan.loose,
+        "changes": kept.num_changes,
+        "last": _decision(kept.last),
+        "scored": _decision(kept.scored),
+    }
+
+
+def _decision(decision: Decision | None) -> dict[str, Any] | None:
+    if decision is None:
+        return None
+    summary = decision.summary
+    return {
+        "plan": decision.plan.describe(),
+        "changed": decision.changed,
+        "reason": decision.reason,
+        "correction": {"prefill": decision.correction.prefill, "decode": decision.correction.decode},
+        "traffic": None
+        if summary is None
+        else {
+            "requests_per_s": summary.requests_per_s,
+            "prompt_tokens_per_s": summary.prompt_tokens_per_s,
+            "output_tokens_per_s": summary.output_tokens_per_s,
+        },
+        "candidates": [
+            {
+                "plan": plan.describe(),
+                "attained": score.attained,
+                "secured": score.secured,
+                "e2e_ms": _finite(score.e2e_ms),
+                "ttft_ms": _finite(score.ttft_ms),
+                "tpot_ms": _finite(score.tpot_ms),
+            }
+            for plan, score in decision.scores.items()
+        ],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if value < float("inf") else None

@@ -1,0 +1,168 @@
+"""Keeps the roles of adaptive workers fitting to the traffic: looks, lets the planner think elsewhere, tells workers.
+
+A decision takes tenths of a second of computing, so it is made in a process of its own, at low priority; the planner
+travels there and back. Nothing depends on it: while it cannot decide, roles stay as they are. Of several frontends the
+one with the least id plans, by what it sees itself and by how large a part of all work that is.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+
+from headwater.clock import Clock
+from headwater.planner.decide import Decision, Planner, PlannerSettings
+from headwater.planner.observe import pool_of, served_of
+from headwater.planner.plan import RolePlan
+from headwater.planner.pool import WorkerModel
+from headwater.router.decisions import DecisionLog
+from headwater.router.view import ClusterView, WorkerView, time_class
+from headwater.types import Role
+
+logger = logging.getLogger(__name__)
+
+_DECIDE_TIMEOUT_S = 60.0
+_NICE = 10
+
+TellRole = Callable[[str, Role], None]
+"""By worker id."""
+
+
+@dataclass(slots=True)
+class ModelPlan:
+    """The plan of one model's workers."""
+
+    planner: Planner
+    workers: tuple[str, ...]
+    last: Decision | None = None
+    num_changes: int = 0
+    scored: Decision | None = None
+    """The last decision for which plans were tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningSettings:
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
+    link_bytes_per_ms: float = 10e6
+
+
+class Planning:
+    """Runs until cancelled."""
+
+    def __init__(
+        self, view: ClusterView, log: DecisionLog, clock: Clock, tell: TellRole, settings: PlanningSettings
+    ) -> None:
+        self.plans: dict[str, ModelPlan] = {}
+        """By model fingerprint."""
+        self._view = view
+        self._log = log
+        self._clock = clock
+        self._tell = tell
+        self._settings = settings
+        self._executor: Executor | None = None
+
+    def is_loose(self, fingerprint: str) -> bool:
+        """Whether requests for a model may leave its plan."""
+        kept = self.plans.get(fingerprint)
+        return kept is not None and kept.planner.plan.loose
+
+    async def run(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(self._settings.planner.interval_ms / 1000)
+                for fingerprint, workers in self._adaptive().items():
+                    await self._plan(fingerprint, workers)
+        finally:
+            self._close()
+
+    def _adaptive(self) -> dict[str, list[WorkerView]]:
+        """Workers of each model that has adaptive ones, if this frontend is the one to plan."""
+        found: dict[str, list[WorkerView]] = {}
+        for worker in sorted(self._view.workers, key=lambda worker: worker.worker_id):
+            if worker.connected and worker.instance.state == "ready":
+                found.setdefault(worker.instance.card.fingerprint, []).append(worker)
+        for fingerprint in self.plans.keys() - found.keys():
+            del self.plans[fingerprint]
+        return {
+            fingerprint: workers
+            for fingerprint, workers in found.items()
+            if len(workers) > 1 and any(worker.instance.adaptive for worker in workers) and self._leads(workers)
+        }
+
+    def _leads(self, workers: Iterable[WorkerView]) -> bool:
+        loads = [worker.load for worker in workers if worker.load is not None]
+        others = [load.frontend_id for report in loads for load in report.frontends]
+        return all(self._view.frontend_id <= other for other in others)
+
+    async def _plan(self, fingerprint: str, workers: list[WorkerView]) -> None:
+        now_ms = self._clock.epoch() * 1000
+        kept = self._kept(fingerprint, workers, now_ms)
+        steps = {name: self._view.perf.steps(name) for name in {time_class(worker.instance) for worker in workers}}
+        pool = pool_of(workers, steps, self._settings.link_bytes_per_ms)
+        if pool is not None:
+            self._observe(kept, fingerprint, workers)
+            await self._decide(kept, now_ms, pool)
+        self._tell_roles(kept, workers)
+
+    def _kept(self, fingerprint: str, workers: list[WorkerView], now_ms: float) -> ModelPlan:
+        """The plan so far. When workers come or go it begins with the roles that are there."""
+        ids = tuple(worker.worker_id for worker in workers)
+        kept = self.plans.get(fingerprint)
+        if kept is not None and kept.workers == ids:
+            return kept
+        fixed = [None if worker.instance.adaptive else worker.instance.role for worker in workers]
+        planner = Planner(len(workers), self._settings.planner, fixed)
+        roles = RolePlan(tuple(worker.instance.role for worker in workers))
+        if roles.complete:
+            planner.adopt(roles, now_ms)
+        kept = self.plans[fingerprint] = ModelPlan(planner, ids)
+        return kept
+
+    def _observe(self, kept: ModelPlan, fingerprint: str, workers: list[WorkerView]) -> None:
+        models = {worker.worker_id: worker.instance.card.fingerprint for worker in workers}
+        kept.planner.traffic.refill(served_of(self._log, models, fingerprint))
+        own = sum(worker.booked_sequences for worker in workers)
+        foreign = sum(worker.foreign.num_sequences for worker in workers if worker.foreign is not None)
+        kept.planner.share = max(0.01, own / (own + foreign)) if own else 1.0
+
+    async def _decide(self, kept: ModelPlan, now_ms: float, pool: list[WorkerModel]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            deciding = loop.run_in_executor(self._process(), _decide, kept.planner, now_ms, pool)
+            kept.planner, decision = await asyncio.wait_for(deciding, _DECIDE_TIMEOUT_S)
+        except (TimeoutError, BrokenProcessPool) as error:
+            logger.warning("no plan of roles was made (%s); roles stay", error or type(error).__name__)
+            self._close()
+            return
+        kept.last = decision
+        if decision.scores:
+            kept.scored = decision
+        if decision.changed:
+            kept.num_changes += 1
+            logger.info("roles: %s, since %s", decision.plan.describe(), decision.reason)
+
+    def _tell_roles(self, kept: ModelPlan, workers: list[WorkerView]) -> None:
+        """Told again until the registry says so."""
+        for worker, role in zip(workers, kept.planner.plan.roles, strict=True):
+            if worker.instance.adaptive and worker.instance.role != role:
+                self._tell(worker.worker_id, role)
+
+    def _process(self) -> Executor:
+        if self._executor is None:
+            # A forked child would inherit the sockets and the threads of this process.
+            context = multiprocessing.get_context("spawn")
+            self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=os.nice, initargs=(_NICE,))
+        return self._executor
+
+    def _close(self) -> None:
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _decide(planner: Planner, now_ms: float, pool: list[WorkerModel]) -> tuple[Planner, Decision]:
+    return planner, planner.decide(now_ms, pool)

@@ -1,0 +1,164 @@
+"""Whether a prompt is computed by the worker that decodes it or by another one, inside the plan of roles.
+
+The decode worker is chosen first, as ever. Then every prefill worker is priced like a route: waiting and computing
+there, what of the hand-off is not hidden behind the computing, and the delay to those that wait there. Computing at
+the decode worker costs its own time and, for every sequence that decodes there, standing still meanwhile.
+
+    role of the decode worker     prefill workers there are      where
+    both                          none                           there
+    both                          some                           the cheaper
+    decode                        some                           a prefill worker, unless what is left to compute is
+                                                                 not worth a hand-off, or the plan is loose and
+                                                                 computing there is cheaper
+
+Prefill for others is done by workers of role `prefill` only. These hold no room for sequences of others, so no circle
+of workers that wait for each other's room can form. `always`, `never` and `threshold` ignore prices and the plan.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from headwater.errors import ConfigError
+from headwater.router.price import UNKNOWN, Occupancy, prefill_pairs
+from headwater.router.request import RouteRequest
+from headwater.router.view import WorkerView
+
+Mode = Literal["plan", "always", "never", "threshold"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+NOTICE_MS = 2.0
+"""From the last byte to the first step that decodes."""
+_HIDDEN_PARTS = 4
+"""What is computed is moved in about so many parts meanwhile; the last one shows."""
+_STALL_WAITING = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class DisaggSettings:
+    """What an operator may say about where prompts are computed."""
+
+    mode: Mode = "plan"
+    threshold_tokens: int = 512
+    """In mode `threshold`: prompts with as many tokens left to compute go to prefill workers."""
+    link_bytes_per_ms: float = 10e6
+    """Believed speed of KV on its way between workers."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"no way to decide is called {self.mode!r}", hint=f"one of {', '.join(MODES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOption:
+    """One place where the prompt could be computed. The parts, in ms, add up to the total."""
+
+    worker_id: str
+    own_ms: float
+    """Until it is computed: waiting included."""
+    handoff_ms: float
+    inflicted_ms: float
+    """On those that wait or decode there."""
+    cached_tokens: int
+
+    @property
+    def total_ms(self) -> float:
+        return self.own_ms + self.handoff_ms + self.inflicted_ms
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChoice:
+    """Where a prompt is computed, and why."""
+
+    chosen: PrefillOption
+    remote: bool
+    reason: str
+    options: tuple[PrefillOption, ...] = ()
+    """The decode worker's own first."""
+
+    def describe(self) -> dict[str, object]:
+        """As JSON shows it."""
+        return {
+            "prefill_worker_id": self.chosen.worker_id,
+            "remote": self.remote,
+            "reason": self.reason,
+            "options": [
+                {
+                    "worker_id": option.worker_id,
+                    "own_ms": round(option.own_ms, 3),
+                    "handoff_ms": round(option.handoff_ms, 3),
+                    "inflicted_ms": round(option.inflicted_ms, 3),
+                    "cached_tokens": option.cached_tokens,
+                }
+                for option in self.options
+            ],
+        }
+
+
+def choose_prefill(
+    settings: DisaggSettings, request: RouteRequest, decoder: WorkerView, prefillers: Sequence[WorkerView], loose: bool
+) -> PrefillChoice:
+    """`prefillers`: those that can take requests now."""
+    here = _local(request, decoder)
+    if not prefillers or settings.mode == "never":
+        return PrefillChoice(here, False, "there are no prefill workers" if not prefillers else "never asked for")
+    there = [_remote(settings, request, decoder, worker) for worker in prefillers]
+    best = min(there, key=lambda option: option.total_ms)
+    remote, reason = _decide(settings, request, decoder, here, best, loose)
+    return PrefillChoice(best if remote else here, remote, reason, (here, *there))
+
+
+def _decide(
+    settings: DisaggSettings,
+    request: RouteRequest,
+    decoder: WorkerView,
+    here: PrefillOption,
+    there: PrefillOption,
+    loose: bool,
+) -> tuple[bool, str]:
+    left = request.num_prompt_tokens - here.cached_tokens
+    match settings.mode:
+        case "always":
+            return True, "always asked for"
+        case "threshold":
+            return left >= settings.threshold_tokens, f"{left} tokens to compute, threshold {settings.threshold_tokens}"
+        case _:
+            pass
+    if here.own_ms <= there.handoff_ms:
+        return False, "computing what is left takes no longer than a hand-off"
+    if decoder.instance.role == "both" or loose:
+        remote = there.total_ms < here.total_ms
+        return remote, "the cheaper of both"
+    return True, "the plan"
+
+
+def _local(request: RouteRequest, worker: WorkerView) -> PrefillOption:
+    occupied = worker.occupied or worker.occupy()
+    after, added, cached = _times(request, worker, occupied)
+    chunks = -(-(occupied.booked_prefill_tokens + request.num_prompt_tokens - cached) // occupied.costs.chunk_tokens)
+    waiting = occupied.step_ms * chunks if occupied.num_decoding or occupied.num_prefilling else 0.0
+    inflicted = added * (occupied.num_decoding + _STALL_WAITING * occupied.num_prefilling)
+    return PrefillOption(worker.worker_id, after + waiting, 0.0, inflicted, cached)
+
+
+def _remote(settings: DisaggSettings, request: RouteRequest, decoder: WorkerView, worker: WorkerView) -> PrefillOption:
+    occupied = worker.occupied or worker.occupy()
+    after, added, cached = _times(request, worker, occupied)
+    if occupied.num_decoding:
+        after += occupied.step_ms
+    missing = request.num_prompt_tokens - request.cached_tokens.get(decoder.worker_id, 0)
+    moved_ms = missing * decoder.instance.card.kv_bytes_per_token / settings.link_bytes_per_ms
+    handoff = NOTICE_MS + moved_ms / _HIDDEN_PARTS + max(0.0, moved_ms - added)
+    inflicted = added * (occupied.num_decoding + _STALL_WAITING * occupied.num_prefilling)
+    return PrefillOption(worker.worker_id, after, handoff, inflicted, cached)
+
+
+def _times(request: RouteRequest, worker: WorkerView, occupied: Occupancy) -> tuple[float, float, int]:
+    """(until it is computed, what of that is its own, tokens that are cached)."""
+    costs = worker.costs or UNKNOWN
+    cached = min(request.cached_tokens.get(worker.worker_id, 0), request.num_prompt_tokens - 1)
+    new = request.num_prompt_tokens - cached
+    pairs = occupied.booked_prefill_pairs + prefill_pairs(new, cached)
+    after = costs.prefill_ms(occupied.booked_prefill_tokens + new, pairs)
+    own = after - occupied.backlog_ms
+    return after + (worker.speed_factor - 1.0) * occupied.backlog_ms, own, cached
