@@ -72,12 +72,12 @@ def seaweedfs(folder: Path) -> Iterator[ObjectServer]:
 
 
 @contextlib.contextmanager
-def azurite(folder: Path) -> Iterator[ObjectServer]:
+def azurite(folder: Path, memory_mib: int = 512) -> Iterator[ObjectServer]:
     program = _azurite_program()
     if program is None:
         _missing("Azurite is not installed: npm install --prefix build/azurite azurite")
     (port,) = _free_ports(1)
-    command = ["node", str(program), "--inMemoryPersistence", "--extentMemoryLimit", "512"]
+    command = ["node", str(program), "--inMemoryPersistence", "--extentMemoryLimit", str(memory_mib)]
     command += ["--blobHost", "127.0.0.1", "--blobPort", str(port)]
     command += ["--silent", "--disableTelemetry", "--skipApiVersionCheck"]
     environment = {"AZURE_STORAGE_ACCOUNT_NAME": AZURE_ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY}
