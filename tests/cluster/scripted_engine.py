@@ -44,6 +44,7 @@ class ScriptedEngine:
     closed: int = 0
     stalled: bool = False
     kv: KvPort | None = None
+    role: Role = "both"
 
     def __post_init__(self) -> None:
         self._open: dict[int, EngineRequest] = {}
@@ -84,7 +85,7 @@ class ScriptedEngine:
         return [BlocksStored(block) for block in self.blocks]
 
     async def set_role(self, role: Role) -> None:
-        raise NotImplementedError
+        self.role = role
 
     async def drain(self, timeout_s: float) -> bool:
         self._draining = True

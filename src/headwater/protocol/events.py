@@ -55,6 +55,18 @@ class FrontendLoad(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens of all its sequences."""
 
 
+class HandoffCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Prompts of this worker that others were to compute, since it started."""
+
+    done: int
+    fell_back: int
+    """Of the others: those whose rest was computed here after all."""
+    blocks_moved: int
+    """KV blocks read from others."""
+    blocks_sent: int
+    """KV blocks offered to others."""
+
+
 class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):
     """State of one engine after a step. Idle engines repeat it about once a second as a heartbeat."""
 
@@ -79,6 +91,8 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):
     """Of the running ones: those whose KV blocks come from elsewhere."""
     kv_blocks_held: int = 0
     """Not of running sequences: read or written by others for a moment more."""
+    handoffs: HandoffCounts | None = None
+    """None at a worker that never had any."""
     turns: int = 0
     """Reports made by the engine's own loop: a number that stands still tells of a loop that is stuck."""
 

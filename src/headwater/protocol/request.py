@@ -117,6 +117,9 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     """The most of a tier that this account may fill while others want room."""
     relay: RelayedRequest | None = None
     """For relayed models: the request itself; `prompt` is then its text, to weigh it and to find its like."""
+    prefill: RemotePrefill | None = None
+    """Where the prompt is to be computed, if not here."""
+    export: ExportOrder | None = None
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -13,20 +13,32 @@ import logging
 import os
 import socket
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from headwater.engines.base import Engine, EngineInfo, Progress, ProgressSink
 from headwater.errors import Draining, EngineFailed, HeadwaterError, InvalidRequest, Unavailable
+from headwater.handoff.service import Handoffs
 from headwater.protocol import PROTOCOL_VERSION
 from headwater.protocol.cluster import CatalogueEntry, Instance, ModelCard
 from headwater.protocol.events import LoadReport, WorkerEvent
-from headwater.protocol.frames import Abort, FetchArtifact, FrontendFrame, StepFrame, Submit
+from headwater.protocol.frames import (
+    Abort,
+    Drain,
+    FetchArtifact,
+    FrontendFrame,
+    ReleaseBlocks,
+    SetRole,
+    StepFrame,
+    Submit,
+)
 from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput
 from headwater.runtime.planes import Planes
 from headwater.runtime.registry.base import Lease, Registry
+from headwater.runtime.requests.base import WorkerLink
+from headwater.transfer.options import AgentOptions
 from headwater.types import Role
 from headwater.worker.artifacts import ArtifactStore
 from headwater.worker.load import REPORT_INTERVAL_S, SHARED_INTERVAL_S, LoadReporter
@@ -52,6 +64,8 @@ class ShellConfig:
     """What to call the model until the engine knows."""
     role: Role = "both"
     drain_timeout_s: float = 30.0
+    transfer: AgentOptions = field(default_factory=AgentOptions)
+    """How KV blocks move to and from other workers."""
 
 
 class WorkerShell:
@@ -61,6 +75,7 @@ class WorkerShell:
         self._engine = engine
         self._registry = registry
         self._config = config
+        self._planes = planes
         self._listener = planes.listener()
         self._publisher = planes.publisher()
         self._load = LoadReporter(self._report)
@@ -68,8 +83,11 @@ class WorkerShell:
         self._shares = FrontendShares()
         self._artifacts = ArtifactStore([], {})
         self._lease: Lease | None = None
+        self._handoffs: Handoffs | None = None
+        self._role_change: asyncio.Task[None] | None = None
         self._refusing: HeadwaterError | None = Unavailable("this worker is still loading its model")
         self._stopping = asyncio.Event()
+        self._drain_s = config.drain_timeout_s
         self._hurrying = asyncio.Event()
         self._failure: HeadwaterError | None = None
         self._abandoned = False
@@ -89,6 +107,10 @@ class WorkerShell:
         self._lease = await self._registry.register(instance)
         info = await self._engine.start(self, _without_ready(progress))
         self._artifacts = ArtifactStore(info.card.artifacts, info.artifacts)
+        self._handoffs = Handoffs(
+            self._engine, info.card, self._config.worker_id, self._open_link, self._listener.send, self._config.transfer
+        )
+        await self._engine.set_role(self._config.role)
         self._instance = _ready(instance, info)
         self._refusing = self._failure
         await self._registry.put_model(CatalogueEntry(info.card.name, info.card))
@@ -144,6 +166,10 @@ class WorkerShell:
             await self._engine.close()
         finally:
             self._end_open(self._refusing)
+            if self._role_change is not None:
+                self._role_change.cancel()
+            if self._handoffs is not None:
+                await self._handoffs.close()
             self._load.close()
             await self._listener.close()
             await self._publisher.close()
@@ -178,7 +204,8 @@ class WorkerShell:
             _log.warning("%d streams were still open and are cut off", len(self._streams))
 
     async def _settle(self) -> None:
-        await asyncio.gather(self._engine.drain(self._config.drain_timeout_s), asyncio.sleep(SETTLE_S))
+        handed_over = self._handoffs.drain(self._drain_s) if self._handoffs is not None else asyncio.sleep(0)
+        await asyncio.gather(self._engine.drain(self._drain_s), handed_over, asyncio.sleep(SETTLE_S))
 
     async def _announce_draining(self) -> None:
         if self._lease is None:
@@ -197,10 +224,20 @@ class WorkerShell:
                 self._submit(peer, requests)
             case Abort(streams):
                 self._abort(self._streams.take(peer, streams))
+            case Drain(within_s):
+                _log.info("told by a frontend to leave within %g s", within_s)
+                self._drain_s = min(max(0.0, within_s), self._drain_s)
+                self.stop()
+            case ReleaseBlocks(streams):
+                self._release(peer, streams)
+            case SetRole(role):
+                self._role_change = asyncio.ensure_future(self._set_role(role, self._role_change))
             case FetchArtifact():
                 self._listener.send(peer, self._artifacts.read(frame))
 
     def _on_gone(self, peer: bytes) -> None:
+        if self._handoffs is not None:
+            self._handoffs.gone(peer)
         handles = self._streams.take_all(peer)
         if handles:
             _log.info("a frontend is gone: aborting its %d streams", len(handles))
@@ -212,23 +249,67 @@ class WorkerShell:
         accepted: list[EngineRequest] = []
         refused: list[SequenceOutput] = []
         for request in requests:
-            error = self._refusing
-            handle = None if error is not None else self._streams.open(peer, request.stream)
-            if handle is None:
-                error = error or InvalidRequest(f"stream {request.stream} is open already", param="stream")
-                refused.append(_refusal(request.stream, error))
-            else:
-                request.stream = handle
-                self._shares.opened(peer, handle, request)
-                accepted.append(request)
+            stream = request.stream
+            try:
+                accepted.append(self._open(peer, request))
+            except HeadwaterError as error:
+                refused.append(_refusal(stream, error))
         if refused:
             self._listener.send(peer, StepFrame(refused))
         if accepted:
             if _log.isEnabledFor(logging.DEBUG):
                 for request in accepted:
                     _log.debug("accepted", extra={"request_id": request.request_id, "stream": request.stream})
-            self._engine.submit(accepted)
+            plain = [request for request in accepted if not self._exchanges(request)]
+            if plain:
+                self._engine.submit(plain)
             self._tell_shares()
+
+    def _open(self, peer: bytes, request: EngineRequest) -> EngineRequest:
+        """Name a request for the engine; one whose blocks the peer reads is handed over here. Raises why not."""
+        if self._refusing is not None:
+            raise self._refusing
+        stream = request.stream
+        handle = self._streams.open(peer, stream)
+        if handle is None:
+            raise InvalidRequest(f"stream {stream} is open already", param="stream")
+        request.stream = handle
+        if request.export is not None and self._handoffs is not None:
+            try:
+                self._handoffs.export(peer, stream, request)
+            except HeadwaterError:
+                self._streams.take(peer, [stream])
+                raise
+        self._shares.opened(peer, handle, request)
+        return request
+
+    def _exchanges(self, request: EngineRequest) -> bool:
+        """Whether a request goes to the engine by another way, because of its KV blocks."""
+        return request.export is not None or (self._handoffs is not None and self._handoffs.load(request))
+
+    def _release(self, peer: bytes, streams: list[int]) -> None:
+        """Exported sequences whose blocks the peer does not read any more."""
+        handles = self._streams.take(peer, streams)
+        if self._handoffs is not None:
+            self._handoffs.release(peer, streams)
+        self._abort(handles)
+
+    def _open_link(self, address: str) -> WorkerLink:
+        return self._planes.link(address, self._config.worker_id)
+
+    async def _set_role(self, role: Role, former: asyncio.Task[None] | None) -> None:
+        """What runs goes on; the cluster learns where to send what comes next."""
+        if former is not None:
+            await asyncio.gather(former, return_exceptions=True)
+        await self._engine.set_role(role)
+        self._instance = msgspec.structs.replace(self._instance, role=role)
+        if self._lease is None or self._closed:
+            return
+        try:
+            await asyncio.wait_for(self._lease.update(self._instance), RELEASE_TIMEOUT_S)
+            _log.info("this worker's role is %s now", role)
+        except (TimeoutError, HeadwaterError) as error:
+            _log.warning("the registry could not be told of the role %s: %s", role, error)
 
     def _abort(self, handles: Sequence[int]) -> None:
         if handles:
@@ -246,6 +327,8 @@ class WorkerShell:
         self._load.interval_s = SHARED_INTERVAL_S if shared else REPORT_INTERVAL_S
         if shared:
             report = msgspec.structs.replace(report, frontends=self._shares.loads(self._listener.frontend_id))
+        if self._handoffs is not None and (counts := self._handoffs.counts()) is not None:
+            report = msgspec.structs.replace(report, handoffs=counts)
         self._publisher.publish([report])
 
     def _end_open(self, error: HeadwaterError) -> None:

@@ -1,0 +1,57 @@
+"""How long a decode worker waits for a prefill worker before it computes the prompt itself.
+
+A remote prefill that takes twice as long as expected has lost against a local one, most of the time; so the bounds are
+a small multiple of what was expected, and a floor for what a busy machine does to small times.
+"""
+
+from dataclasses import dataclass
+
+_FACTOR = 2.5
+_FLOOR_S = 2.0
+_STALL_FLOOR_S = 2.0
+_UNKNOWN_S = 15.0
+"""When nothing is known of the peer yet, ..."""
+_UNKNOWN_PER_TOKEN_S = 0.01
+"""... and per token of the prompt."""
+_SLACK_S = 5.0
+_OLD_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """In seconds from the asking on."""
+
+    total_s: float
+    """To the first token."""
+    stall_s: float
+    """Without a word about this request."""
+
+    @property
+    def hold_s(self) -> float:
+        """How long the prefill worker keeps blocks: as long as the reader may still read them."""
+        return self.total_s + _SLACK_S
+
+
+def patience(expected_ms: float, num_tokens: int) -> Patience:
+    """`expected_ms`: to the first token, waiting included; 0 when nobody knows. `num_tokens`: to be computed there."""
+    if expected_ms <= 0:
+        total_s = _UNKNOWN_S + num_tokens * _UNKNOWN_PER_TOKEN_S
+        return Patience(total_s, total_s)
+    total_s = _FLOOR_S + _FACTOR * expected_ms / 1000
+    return Patience(total_s, max(_STALL_FLOOR_S, total_s / 2))
+
+
+class Pace:
+    """What the hand-offs of one prefill worker took so far, for those that come without an expectation."""
+
+    def __init__(self) -> None:
+        self._ms_per_token = 0.0
+
+    def observe(self, num_tokens: int, took_ms: float) -> None:
+        seen = took_ms / max(1, num_tokens)
+        known = self._ms_per_token
+        self._ms_per_token = seen if not known else _OLD_SHARE * known + (1 - _OLD_SHARE) * seen
+
+    def expected_ms(self, num_tokens: int) -> float:
+        """0: nothing was seen yet."""
+        return self._ms_per_token * num_tokens

@@ -1,0 +1,109 @@
+"""The prefill worker's side: tells readers of blocks as they are computed, and keeps them until they are released.
+
+A reader that releases its sequences knows that it reads no more. One that is gone may still read for a moment, so its
+blocks stay that much longer. No reader keeps a block beyond the time that came with its request.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headwater.engines.base import KvPort
+from headwater.errors import InvalidRequest
+from headwater.handoff.layout import check_layouts
+from headwater.handoff.mover import Mover
+from headwater.protocol.cluster import ModelCard
+from headwater.protocol.frames import BlocksReady
+from headwater.protocol.request import EngineRequest
+from headwater.scheduler.outside import BlocksExported
+
+GONE_S = 6.0
+"""More than a live reader takes to notice that it was given up (`headwater.handoff.decode`)."""
+MAX_HOLD_S = 3600.0
+
+SendReady = Callable[[bytes, BlocksReady], None]
+"""To a peer of the request plane."""
+
+
+@dataclass(slots=True)
+class _Export:
+    """One sequence that a peer reads."""
+
+    peer: bytes
+    stream: int
+    """As the peer calls it."""
+    timer: asyncio.TimerHandle
+    told: bool = False
+
+
+class PrefillSide:
+    """Implements `KvReader`. Streams are those of the engine, unless said otherwise."""
+
+    def __init__(self, port: KvPort, mover: Mover, card: ModelCard, send: SendReady) -> None:
+        self.blocks_sent = 0
+        self._port = port
+        self._mover = mover
+        self._card = card
+        self._send = send
+        self._exports: dict[int, _Export] = {}
+        self._by_peer: dict[bytes, dict[int, int]] = {}
+        """Engine streams by the peer's own."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def drained(self) -> None:
+        """Wait until nobody reads."""
+        await self._idle.wait()
+
+    def submit(self, peer: bytes, stream: int, request: EngineRequest) -> None:
+        """Take a request, already named for the engine. Raises `TransferRefused`, `InvalidRequest`."""
+        order = request.export
+        if order is None or not 0 < order.hold_s <= MAX_HOLD_S or order.first_block < 0:
+            raise InvalidRequest("an export needs a first block and a time of up to an hour", param="export")
+        check_layouts(self._card, order)
+        if stream in self._by_peer.get(peer, {}):
+            raise InvalidRequest(f"the blocks of stream {stream} are not released yet", param="stream")
+        timer = asyncio.get_running_loop().call_later(order.hold_s, self._forget, request.stream)
+        self._exports[request.stream] = _Export(peer, stream, timer)
+        self._by_peer.setdefault(peer, {})[stream] = request.stream
+        self._idle.clear()
+        self._port.submit_exported(request, self, order.first_block, order.hold_s)
+
+    def release(self, peer: bytes, streams: list[int]) -> None:
+        """The peer has read what it wanted of these, named as it calls them; unknown ones are ignored."""
+        known = self._by_peer.get(peer, {})
+        for handle in [known[stream] for stream in dict.fromkeys(streams) if stream in known]:
+            self._forget(handle)
+            self._port.release(handle)
+
+    def gone(self, peer: bytes) -> None:
+        for handle in list(self._by_peer.get(peer, {}).values()):
+            self._forget(handle)
+            self._port.release(handle, GONE_S)
+
+    def close(self) -> None:
+        for handle in list(self._exports):
+            self._forget(handle)
+
+    def on_exported(self, exported: BlocksExported) -> None:
+        export = self._exports.get(exported.stream)
+        if export is None:
+            return
+        card = b"" if export.told else self._mover.card()
+        export.told = True
+        num_blocks = len(exported.blocks)
+        self.blocks_sent += num_blocks
+        described = self._mover.describe(exported.blocks)
+        self._send(export.peer, BlocksReady(export.stream, exported.first_block, num_blocks, described, card))
+
+    def _forget(self, handle: int) -> None:
+        """The engine itself lets go of the blocks when their time is up."""
+        export = self._exports.pop(handle, None)
+        if export is not None:
+            export.timer.cancel()
+            streams = self._by_peer[export.peer]
+            del streams[export.stream]
+            if not streams:
+                del self._by_peer[export.peer]
+            if not self._exports:
+                self._idle.set()

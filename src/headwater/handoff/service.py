@@ -1,0 +1,76 @@
+"""Both sides of hand-offs at one worker, made when its engine has started.
+
+Requests that name a prefill worker, and those of other workers that want their blocks, go through here to the engine;
+an engine without a KV port computes the former itself and refuses the latter.
+"""
+
+import asyncio
+import contextlib
+
+from headwater.engines.base import Engine
+from headwater.errors import InvalidRequest
+from headwater.handoff.decode import DecodeSide
+from headwater.handoff.mover import make_mover
+from headwater.handoff.peers import OpenLink
+from headwater.handoff.prefill import PrefillSide, SendReady
+from headwater.protocol.cluster import ModelCard
+from headwater.protocol.events import HandoffCounts
+from headwater.protocol.request import EngineRequest
+from headwater.transfer.options import AgentOptions
+
+
+class Handoffs:
+    """Lives on the event loop of the engine."""
+
+    def __init__(
+        self, engine: Engine, card: ModelCard, name: str, open_link: OpenLink, send: SendReady, options: AgentOptions
+    ) -> None:
+        self._decode: DecodeSide | None = None
+        self._prefill: PrefillSide | None = None
+        port = engine.kv
+        if port is not None:
+            self._mover = make_mover(name, port.blocks, asyncio.get_running_loop(), options)
+            self._decode = DecodeSide(port, self._mover, card, open_link)
+            self._prefill = PrefillSide(port, self._mover, card, send)
+
+    def load(self, request: EngineRequest) -> bool:
+        """Take a request that another worker is to prefill; False: it is one like any other here."""
+        if request.prefill is None or self._decode is None:
+            return False
+        self._decode.submit(request)
+        return True
+
+    def export(self, peer: bytes, stream: int, request: EngineRequest) -> None:
+        """Prefill for a peer, which calls it `stream`. Raises `TransferRefused`, `InvalidRequest`."""
+        if self._prefill is None:
+            raise InvalidRequest("this worker's engine does not give out KV blocks", param="export")
+        self._prefill.submit(peer, stream, request)
+
+    def release(self, peer: bytes, streams: list[int]) -> None:
+        if self._prefill is not None:
+            self._prefill.release(peer, streams)
+
+    def gone(self, peer: bytes) -> None:
+        """A peer is not connected any more."""
+        if self._prefill is not None:
+            self._prefill.gone(peer)
+
+    def counts(self) -> HandoffCounts | None:
+        decode, prefill = self._decode, self._prefill
+        if decode is None or prefill is None:
+            return None
+        counts = HandoffCounts(decode.done, decode.fell_back, decode.blocks_moved, prefill.blocks_sent)
+        return counts if counts != HandoffCounts(0, 0, 0, 0) else None
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait for peers that still read."""
+        if self._prefill is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._prefill.drained(), timeout_s)
+
+    async def close(self) -> None:
+        """To be called once the engine is closed: what still moves is broken off."""
+        if self._decode is not None and self._prefill is not None:
+            await self._decode.close()
+            self._prefill.close()
+            await asyncio.to_thread(self._mover.close)
