@@ -52,6 +52,8 @@ _OPEN_PATHS = frozenset(("/docs", "/openapi.json"))
 _GENERATING_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
 _MIN_DESCRIPTORS = 512
 _PARTIAL_BODIES_BYTES = 64 * 1024 * 1024
+_LOOK_AROUND_S = 30.0
+_LOOK_S = 0.02
 _GC_THRESHOLD = 50_000
 _SWITCH_INTERVAL_S = 0.0005
 """How long the loop waits for a thread that is at work on a long prompt: a tenth of the default."""
@@ -147,18 +149,33 @@ class Frontend:
         ]
 
     async def start(self, *, share_port: bool = False, listen_fds: Sequence[int] = ()) -> int:
-        """Listen, or take over sockets that do, and begin to look for workers; returns the port."""
+        """Listen and begin to look for workers; returns the port.
+
+        On sockets that listen already: first look what is there, so that what waits in them is not answered too early.
+        """
         frontend = self._config.frontend
+        self.tenancy.start()
+        if listen_fds:
+            self.cluster.start()
+            await self._look_around()
+            return await self.server.start_on([socket.socket(fileno=fd) for fd in listen_fds])
         try:
-            if listen_fds:
-                port = await self.server.start_on([socket.socket(fileno=fd) for fd in listen_fds])
-            else:
-                port = await self.server.start(frontend.host, frontend.port, reuse_port=share_port)
+            port = await self.server.start(frontend.host, frontend.port, reuse_port=share_port)
         except OSError as error:
             raise _cannot_listen(frontend, error) from error
-        self.tenancy.start()
         self.cluster.start()
         return port
+
+    async def _look_around(self) -> None:
+        """Until all workers that are ready are connected and their models can be served; not for ever."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_AROUND_S):
+                while not self._knows_its_way():
+                    await asyncio.sleep(_LOOK_S)
+
+    def _knows_its_way(self) -> bool:
+        workers = [worker for worker in self.view.workers if worker.instance.state == "ready"]
+        return self.models.synced and (not workers or (self.models.ready and all(w.connected for w in workers)))
 
     async def stop(self, timeout_s: float) -> bool:
         """Accept nothing more, let what came end, leave. True when all ended in time."""
