@@ -33,6 +33,7 @@ VERBS: dict[str, Verb] = {
     "bench": Verb("headwater.cli.bench", "measure an OpenAI-compatible server", "serve [flags]"),
     "simulate": Verb("headwater.cli.simulate", "try a cluster in virtual time, policies side by side"),
     "advise": Verb("headwater.cli.advise", "say how to serve a model: aggregated, split or adaptive"),
+    "kv": Verb("headwater.cli.kv", "run a node's KV store and look after it", "serve|stat|ls|verify|clear|warm|bench"),
     "transfer": Verb("headwater.cli.transfer", "measure how fast memory moves between processes", "bench [flags]"),
     "record": Verb("headwater.cli.record", "describe and merge recorded requests for a replay", "FILE ... [flags]"),
     "keys": Verb("headwater.cli.keys", "keys of clients, limits of tenants, keys of a cluster", "ACTION [flags]"),

@@ -189,6 +189,7 @@ class _Connection(asyncio.Protocol):
 def _listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.exists() and _answers(path):
             raise ConfigError(f"another store serves {path} already", hint="`headwater kv stat` shows it")
         path.unlink(missing_ok=True)

@@ -18,12 +18,11 @@ from headwater.clock import Clock
 from headwater.errors import StoreClosed, TierUnavailable
 from headwater.kv.block import Block, Family
 from headwater.kv.lifecycle import Refusal
-from headwater.kv.policies import Worth
 from headwater.kv.space import Space
 from headwater.kv.stores.base import Absent, Kept, TierEvent, TierUsage
 from headwater.kv.stores.disk_files import DiskFiles
 from headwater.kv.stores.disk_io import DiskIo, Outcome, Piece
-from headwater.kv.stores.host import KEPT, TierOptions, equal_worth, make_ledger, usage_of
+from headwater.kv.stores.host import KEPT, BlockWorth, TierOptions, equal_worth, make_ledger, usage_of
 from headwater.kv.table import RECORD_BYTES, BlockTable, index_bytes
 from headwater.types import Tier
 
@@ -52,7 +51,7 @@ class DiskTier:
 
     tier: Tier = "disk"
 
-    def __init__(self, options: DiskOptions, clock: Clock, worth: Worth = equal_worth) -> None:
+    def __init__(self, options: DiskOptions, clock: Clock, worth: BlockWorth = equal_worth) -> None:
         """Opens or makes the folder; raises `ConfigError`."""
         tier = options.tier
         self.options = options

@@ -5,7 +5,7 @@ Copies are made by whoever has the other end: workers copy to and from their eng
 `reserve` and `lease`. Everything read is checked against its checksum after it was copied.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headwater.clock import Clock
@@ -13,7 +13,7 @@ from headwater.errors import StoreClosed
 from headwater.kv.block import Block, Family
 from headwater.kv.checksum import checksum
 from headwater.kv.lifecycle import Ledger, Refusal, Rules
-from headwater.kv.policies import PolicyName, Worth, make_policy
+from headwater.kv.policies import PolicyName, make_policy
 from headwater.kv.shares import Shares
 from headwater.kv.space import Space, chunk_bytes_for
 from headwater.kv.stores.base import Absent, Kept, TierEvent, TierUsage
@@ -28,7 +28,11 @@ _MIN_RECORDS = 64
 KEPT = {Refusal.PRESENT: Kept.PRESENT, Refusal.BUSY: Kept.PRESENT, Refusal.FULL: Kept.REFUSED}
 
 
-def equal_worth(slot: int) -> float:
+BlockWorth = Callable[[Family, int], float]
+"""Milliseconds per byte that having a block saves, by family and position."""
+
+
+def equal_worth(family: Family, position: int) -> float:
     """Every block saves as much as any other."""
     return 1.0
 
@@ -50,11 +54,16 @@ class TierOptions:
 
 
 def make_ledger(
-    tier: Tier, options: TierOptions, table: BlockTable, space: Space, worth: Worth = equal_worth
+    tier: Tier, options: TierOptions, table: BlockTable, space: Space, worth: BlockWorth = equal_worth
 ) -> Ledger:
+    def worth_of(slot: int) -> float:
+        record = table.read(slot)
+        return worth(ledger.families[record.family], record.block.position) if record is not None else 0.0
+
     shares = Shares(options.shares)
-    policy = make_policy(options.policy, table.capacity, shares.num_groups, worth)
-    return Ledger(tier, table, space, policy, shares, options.rules)
+    policy = make_policy(options.policy, table.capacity, shares.num_groups, worth_of)
+    ledger = Ledger(tier, table, space, policy, shares, options.rules)
+    return ledger
 
 
 def usage_of(ledger: Ledger, used_bytes: int, cap_bytes: int, num_failed: int = 0) -> TierUsage:
@@ -78,7 +87,7 @@ class HostTier:
 
     tier: Tier = "host"
 
-    def __init__(self, options: TierOptions, clock: Clock, worth: Worth = equal_worth) -> None:
+    def __init__(self, options: TierOptions, clock: Clock, worth: BlockWorth = equal_worth) -> None:
         """Raises `ConfigError` if the memory is not there."""
         self.options = options
         self.pool = SharedPool.create(options.cap_bytes, options.num_records)

@@ -1,0 +1,313 @@
+"""`headwater kv`: run a node's KV store and look after it."""
+
+import argparse
+import asyncio
+import json
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from headwater.cli.parser import advanced, seconds
+from headwater.cli.target import add_target, server_of
+from headwater.config.schema import RuntimeConfig
+from headwater.config.units import about_bytes, parse_bytes
+from headwater.errors import ConfigError, StoreError, Unavailable
+from headwater.kv.node import benchmark, wire
+from headwater.kv.node.client import StoreClient
+from headwater.kv.node.open import NodeOptions, default_socket, parse_disk, serve_store
+from headwater.kv.stores.disk import DiskOptions
+from headwater.kv.stores.host import TierOptions
+from headwater.logs import configure_logging
+
+T = TypeVar("T")
+
+_CONNECT_S = 2.0
+_LIST_PAGE = 5000
+_TIERS = ("host", "disk")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", prog="headwater kv", required=True)
+    _add_serve(actions.add_parser("serve", help="run this node's store as a process of its own"))
+    stat = _client_parser(actions, "stat", "tiers, occupancy, hits, problems, who uses it")
+    stat.add_argument("--json", action="store_true", help="for machines")
+    listing = _client_parser(actions, "ls", "what is stored, by model and tenant, or block by block")
+    listing.add_argument("--tier", choices=_TIERS, help="block by block, in this tier")
+    listing.add_argument("--limit", type=int, default=1000, help="blocks at most")
+    listing.add_argument("--json", action="store_true", help="for machines")
+    verify = _client_parser(actions, "verify", "read every block against its checksum; damaged ones are dropped")
+    verify.add_argument("--tier", choices=_TIERS, action="append", help="default: all that can be verified")
+    verify.add_argument("--json", action="store_true", help="for machines")
+    clear = _client_parser(actions, "clear", "forget blocks in all tiers")
+    which = clear.add_mutually_exclusive_group(required=True)
+    which.add_argument("--all", action="store_true", help="of everybody")
+    which.add_argument("--tenant", help="of one tenant")
+    which.add_argument("--model", help="of one model, by fingerprint as `ls` shows it")
+    warm = _client_parser(actions, "warm", "fill the host tier from disk, or have prompts computed, before traffic")
+    warm.add_argument("--max", type=_size, default=1 << 62, metavar="SIZE", help="at most this much from disk")
+    warm.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="JSON lines, each with `messages` or `prompt`: computed once each"
+    )
+    add_target(warm)
+    _add_bench(actions.add_parser("bench", help="measure host and disk tier beside memcpy and preadv"))
+
+
+def run(args: argparse.Namespace) -> int:
+    match args.action:
+        case "serve":
+            return _serve(args)
+        case "bench":
+            return _bench(args)
+        case "warm" if args.prompts is not None:
+            return _warm_prompts(args)
+        case action:
+            return asyncio.run(_ACTIONS[action](args))
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    _add_socket(parser)
+    parser.add_argument("--host", type=_size, default=1 << 30, metavar="SIZE", help="memory of the host tier: 4GiB")
+    parser.add_argument("--disk", type=_disk, metavar="DIR:SIZE", help="a disk tier: /mnt/nvme/kv:200GiB")
+    parser.add_argument("--object", default="", metavar="URL", help="an object tier: s3://bucket/prefix?cap=1TiB")
+    parser.add_argument("--policy", choices=("lru", "s3fifo", "cost"), default="lru", help="what is evicted first")
+    parser.add_argument(
+        "--admission", choices=("second-use", "all"), default="second-use", help="what is written to lower tiers"
+    )
+    parser.add_argument(
+        "--share", action="append", default=[], type=_share, metavar="TENANT=FRACTION", help="of each tier: a=0.25"
+    )
+    advanced(parser.add_argument("--owner", default="node", help="name of this node in an object store"))
+    advanced(parser.add_argument("--ttl", type=seconds, metavar="TIME", help="blocks older than this are not served"))
+    advanced(parser.add_argument("--direct", action="store_true", help="go around the page cache (O_DIRECT)"))
+    advanced(
+        parser.add_argument("--min-block", type=_size, default=16 << 10, metavar="SIZE", help="sizes the block tables")
+    )
+    advanced(parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error")))
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--block", nargs="+", type=_size, default=[64 << 10, 256 << 10, 1 << 20, 4 << 20], help="block sizes"
+    )
+    parser.add_argument("--total", type=_size, default=256 << 20, help="bytes per round")
+    parser.add_argument("--rounds", type=int, default=5, help="the best counts")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the disk tier lies")
+    parser.add_argument("--json", action="store_true", help="one JSON object per row")
+
+
+def _client_parser(actions: Any, name: str, help_text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=help_text)
+    _add_socket(parser)
+    return parser
+
+
+def _add_socket(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--socket", type=Path, default=default_socket(), metavar="PATH", help="where the store listens")
+
+
+# The node's process
+
+
+def _serve(args: argparse.Namespace) -> int:
+    configure_logging(RuntimeConfig(log_level=args.log_level), "kv")
+    shares = dict(args.share)
+    rules = TierOptions(0).rules
+    if args.ttl:
+        rules = type(rules)(ttl_s=args.ttl)
+
+    def tier(cap_bytes: int) -> TierOptions:
+        return TierOptions(cap_bytes, args.policy, shares, args.min_block, rules)
+
+    disk = DiskOptions(args.disk[0], tier(args.disk[1]), args.direct) if args.disk else None
+    options = NodeOptions(tier(args.host), disk, args.object, args.owner, args.admission)
+    asyncio.run(serve_store(options, args.socket, lambda: print(f"KV store at {args.socket}", flush=True)))
+    return 0
+
+
+# Its clients
+
+
+async def _with_store(args: argparse.Namespace, act: Callable[[StoreClient], Awaitable[T]]) -> T:
+    client = StoreClient(args.socket, "headwater kv")
+    await client.start(patience_s=_CONNECT_S)
+    try:
+        if client.problem:
+            raise Unavailable(
+                f"no KV store answers at {args.socket}: {client.problem}", hint="start one with `headwater kv serve`"
+            )
+        return await act(client)
+    finally:
+        await client.close()
+
+
+async def _stat(args: argparse.Namespace) -> int:
+    report = await _with_store(args, StoreClient.status)
+    if args.json:
+        print(json.dumps(_document(report), indent=2))
+        return 0
+    table = Table("tier", "used", "of", "blocks", "hits", "misses", "evicted", "refused", "damaged", "ms/MiB", "")
+    for tier in report.tiers:
+        table.add_row(
+            tier.tier, about_bytes(tier.used_bytes), about_bytes(tier.cap_bytes), str(tier.num_blocks),
+            str(tier.num_hits), str(tier.num_misses), str(tier.num_evicted), str(tier.num_refused),
+            str(tier.num_damaged), f"{tier.load_ms_per_mib:.2f}", tier.problem,
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    console.print(
+        f"clients: {', '.join(report.clients)}; pinned {about_bytes(report.pinned_bytes)}; "
+        f"{about_bytes(report.huge_bytes)} on huge pages; {report.num_waiting} in line; "
+        f"{report.num_spills_dropped} blocks not written down; {report.num_stranded} places of late writers"
+    )
+    return 0
+
+
+async def _ls(args: argparse.Namespace) -> int:
+    if args.tier is None:
+        report = await _with_store(args, StoreClient.status)
+        rows = [{"tier": tier.tier, **msgspec.to_builtins(one)} for tier in report.tiers for one in tier.families]
+    else:
+        rows = [msgspec.to_builtins(block) for block in await _with_store(args, lambda client: _blocks(client, args))]
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    table = Table(*(rows[0] if rows else ("nothing is stored",)))
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console().print(table)
+    return 0
+
+
+async def _blocks(client: StoreClient, args: argparse.Namespace) -> list[wire.BlockEntry]:
+    blocks: list[wire.BlockEntry] = []
+    after = -1
+    while len(blocks) < args.limit:
+        page = await client.list_blocks(args.tier, after=after, limit=min(_LIST_PAGE, args.limit - len(blocks)))
+        blocks += page.blocks
+        after = page.next_after
+        if after < 0:
+            break
+    return blocks
+
+
+async def _verify(args: argparse.Namespace) -> int:
+    async def verify(client: StoreClient) -> dict[str, dict[str, int]]:
+        present = {tier.tier for tier in (await client.status()).tiers}
+        results = {}
+        for tier in args.tier or [tier for tier in _TIERS if tier in present]:
+            found = await client.verify(tier)
+            results[tier] = {"checked": found.num_checked, "damaged": found.num_damaged}
+        return results
+
+    results = await _with_store(args, verify)
+    if args.json:
+        print(json.dumps(results, indent=2))
+    else:
+        for tier, found in results.items():
+            print(f"{tier}: {found['checked']} blocks checked, {found['damaged']} damaged and dropped")
+    return 1 if any(found["damaged"] for found in results.values()) else 0
+
+
+async def _clear(args: argparse.Namespace) -> int:
+    number = await _with_store(args, lambda client: client.clear(tenant=args.tenant, model=args.model))
+    print(f"{number} blocks forgotten")
+    return 0
+
+
+async def _warm(args: argparse.Namespace) -> int:
+    number = await _with_store(args, lambda client: client.warm(args.max))
+    print(f"{number} blocks brought from disk to the host tier")
+    return 0
+
+
+def _warm_prompts(args: argparse.Namespace) -> int:
+    server = server_of(args, 600.0)
+    model = server.get_json("/v1/models")["data"][0]["id"]
+    lines = [line for line in args.prompts.read_text().splitlines() if line.strip()]
+    for number, line in enumerate(lines, start=1):
+        body = {"model": model, "max_tokens": 1, **_request(line, number)}
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        connection, response = server.open("POST", path, body)
+        try:
+            if response.status != 200:
+                raise StoreError(f"line {number}: {server.url} answers {response.status}")
+            response.read()
+        finally:
+            connection.close()
+    print(f"{len(lines)} prompts computed")
+    return 0
+
+
+def _request(line: str, number: int) -> dict[str, Any]:
+    try:
+        request = json.loads(line)
+    except ValueError:
+        request = None
+    if not isinstance(request, dict) or not ({"messages", "prompt"} & request.keys()):
+        raise ConfigError(f"line {number} is no JSON object with `messages` or `prompt`")
+    return request
+
+
+_ACTIONS = {"stat": _stat, "ls": _ls, "verify": _verify, "clear": _clear, "warm": _warm}
+
+
+# Measuring
+
+
+def _bench(args: argparse.Namespace) -> int:
+    if not args.json:
+        print(f"{'what':22}{'block':>10}{'GB/s':>8}{'ceiling':>9}{'share':>7}{'CPU s/GB':>10}")
+
+    def report(row: benchmark.Row) -> None:
+        if args.json:
+            print(json.dumps(asdict(row) | {"share": row.share}), flush=True)
+        else:
+            print(
+                f"{row.what:22}{about_bytes(row.block_bytes):>10}{row.gb_s:>8.2f}{row.ceiling_gb_s:>9.2f}"
+                f"{row.share:>7.0%}{row.cpu_s_per_gb:>10.3f}",
+                flush=True,
+            )
+
+    benchmark.run_all(args.block, args.total, args.rounds, args.folder, report)
+    with benchmark.store_process(64 << 20, 4096) as path:
+        row = asyncio.run(benchmark.measure_lookups(path, 32, 200))
+    if args.json:
+        print(json.dumps(asdict(row)))
+    else:
+        print(f"lookup of {row.num_keys} keys: {row.shared_us:.1f} us in shared memory, {row.asked_us:.0f} us asked")
+    return 0
+
+
+def _document(report: wire.StatusReport) -> dict[str, Any]:
+    """Field names instead of the positions of the wire."""
+    return {name: msgspec.to_builtins(getattr(report, name)) for name in report.__struct_fields__ if name != "serial"}
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a size such as 4GiB, not {text!r}: {error}") from error
+
+
+def _disk(text: str) -> tuple[Path, int]:
+    try:
+        return parse_disk(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.message) from error
+
+
+def _share(text: str) -> tuple[str, float]:
+    tenant, equals, fraction = text.rpartition("=")
+    try:
+        if not equals:
+            raise ValueError("no `=`")
+        return tenant, float(fraction)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected TENANT=FRACTION such as acme=0.25, not {text!r}") from error

@@ -1,0 +1,104 @@
+"""From what an operator says to a store that runs: which tiers a node has, and the process that serves them."""
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headwater.clock import Clock, RealClock
+from headwater.config.units import parse_bytes
+from headwater.errors import ConfigError
+from headwater.kv.admission import AdmissionName, make_admission
+from headwater.kv.node.prices import NodePrices
+from headwater.kv.node.server import Server
+from headwater.kv.node.store import NodeStore
+from headwater.kv.stores.base import TierStore
+from headwater.kv.stores.disk import DiskOptions, DiskTier
+from headwater.kv.stores.host import HostTier, TierOptions
+from headwater.types import Tier
+
+logger = logging.getLogger(__name__)
+
+SOCKET_NAME = "kv.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """`host` is always there: what comes from below passes through it."""
+
+    host: TierOptions = field(default_factory=lambda: TierOptions(1 << 30))
+    disk: DiskOptions | None = None
+    object_url: str = ""
+    owner: str = "node"
+    """Of what this node writes to an object store: the same over restarts, another on each node."""
+    admission: AdmissionName = "second-use"
+
+
+def parse_disk(text: str) -> tuple[Path, int]:
+    """`/folder:50GiB`. Raises `ConfigError`."""
+    folder, colon, size = text.rpartition(":")
+    try:
+        if not colon or not folder:
+            raise ValueError("no size")
+        return Path(folder).expanduser().absolute(), parse_bytes(size)
+    except ValueError as error:
+        raise ConfigError(f"a disk tier is given as /folder:50GiB, not {text!r}: {error}") from None
+
+
+def open_store(options: NodeOptions, clock: Clock) -> NodeStore:
+    """On the event loop that will drive it. Raises `ConfigError`; what was opened by then is left to the process."""
+    prices = NodePrices()
+    lower: list[TierStore] = []
+    if options.disk is not None:
+        disk = DiskTier(options.disk, clock, prices.worth)
+        logger.info(
+            "disk tier %s: %d blocks found in %.1f s", options.disk.folder, disk.ledger.table.num_blocks, disk.reopen_s
+        )
+        lower.append(disk)
+    if options.object_url:
+        lower.append(_open_object(options, clock))
+    written: list[Tier] = ["disk", "object"]
+    admissions = {tier: make_admission(options.admission) for tier in written}
+    return NodeStore(HostTier(options.host, clock, prices.worth), lower, admissions, prices, clock)
+
+
+def _open_object(options: NodeOptions, clock: Clock) -> TierStore:
+    try:
+        from headwater.kv.stores.object.options import parse_object_url
+        from headwater.kv.stores.object.tier import ObjectTier
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"an object tier needs {error.name}", hint='pip install "headwater[object]"') from None
+    return ObjectTier(parse_object_url(options.object_url, owner=options.owner), clock=clock)
+
+
+async def serve_store(options: NodeOptions, path: Path, on_ready: Callable[[], None]) -> None:
+    """Until the process is told to end. Raises `ConfigError`."""
+    clock = RealClock()
+    store = open_store(options, clock)
+    server = Server(store, path, clock)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        store.start()
+        server.start()
+        on_ready()
+        await stop.wait()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with suppress(ValueError):
+                loop.remove_signal_handler(number)
+        await server.close()
+        await store.close()
+
+
+def default_socket() -> Path:
+    """Where this user's store of the node listens unless told otherwise; the folder is closed to others."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(base) / f"headwater-{os.geteuid()}" / SOCKET_NAME
