@@ -22,6 +22,8 @@ from headwater.kv.identity import split_block_ids
 from headwater.kv.journal import Journal
 from headwater.kv.stores.base import Absent, Kept, TierEvent, TierUsage
 from headwater.kv.stores.breaker import Breaker
+from headwater.kv.stores.copying import copy
+from headwater.kv.stores.finishing import finished
 from headwater.kv.stores.peer_session import PeerSession
 from headwater.kv.stores.peer_wire import MAX_IDS, Ask, Borrow, GiveBack, Have, Lent, LentBlock, Place, Returned
 from headwater.transfer.agent import Agent
@@ -201,7 +203,7 @@ class PeerTier:
             views = [into[number] for number in place.numbers]
             if all(len(view) == place.blocks.block_bytes for view in views):
                 try:
-                    await loop.run_in_executor(self._movers, self._move, place, views)
+                    await finished(loop.run_in_executor(self._movers, self._move, place, views))
                 except TransferError as error:
                     raise session.failed(error) from None
                 numbers += place.numbers
@@ -232,7 +234,7 @@ class PeerTier:
         try:
             self._agent.read(region.blocks(range(len(views))), place.blocks, timeout_s=timeout_s).run()
             for number, view in enumerate(views):
-                view[:] = memoryview(buffer)[number * size : (number + 1) * size]
+                copy(view, memoryview(buffer)[number * size : (number + 1) * size])
         finally:
             self._agent.unregister(region)
 

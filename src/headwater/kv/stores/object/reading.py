@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from headwater.clock import Clock
@@ -19,6 +20,8 @@ from headwater.kv.block import Block, Family
 from headwater.kv.checksum import checksum
 from headwater.kv.identity import split_block_ids
 from headwater.kv.stores.base import Absent
+from headwater.kv.stores.copying import copy
+from headwater.kv.stores.finishing import finished
 from headwater.kv.stores.object.bucket import Bucket, OutOfRange
 from headwater.kv.stores.object.catalogue import Catalogue
 from headwater.kv.stores.object.known import KnownRun
@@ -29,6 +32,9 @@ _log = logging.getLogger(__name__)
 _JOIN_WITHIN = 256 << 10
 """Reading so much in vain is cheaper than another request."""
 _QUESTIONS = 8
+_THREADS = 2
+_THREAD_FROM_BYTES = 128 << 10
+"""Blocks of that size are copied and checked on threads: the event loop goes on, and so does the next object."""
 _MAX_ABSENT = 100_000
 
 Answers = list[Block | Absent]
@@ -53,6 +59,10 @@ class Reader:
         self._clock = clock
         self._absent: OrderedDict[bytes, float] = OrderedDict()
         """Names of objects that were not there, and until when that is believed."""
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-object")
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._threads.shutdown)
 
     # Search
 
@@ -181,23 +191,22 @@ class Reader:
         payloads = [part[at : at + size] for part in parts[1:] for at in range(0, max(len(part), 1), size)]
         if len(payloads) != len(wanted):
             return [Absent.DAMAGED] * len(wanted)
-        return [
-            self._checked(blocks[index], block_id, payload, view)
-            for (index, block_id), payload, view in zip(wanted, payloads, into, strict=True)
-        ]
+
+        def check() -> Answers:
+            return [
+                _checked(blocks[index], block_id, payload, view)
+                for (index, block_id), payload, view in zip(wanted, payloads, into, strict=True)
+            ]
+
+        if size < _THREAD_FROM_BYTES:
+            return check()
+        return await finished(asyncio.get_running_loop().run_in_executor(self._threads, check))
 
     def _from_memory(self, block: Block, payload: memoryview, view: memoryview) -> Block | Absent:
-        answer = self._checked(block, block.id, payload, view)
+        answer = _checked(block, block.id, payload, view)
         if answer is Absent.DAMAGED:
             self._catalogue.drop_gathered([block.id])
         return answer
-
-    @staticmethod
-    def _checked(block: Block, wanted: bytes, payload: memoryview, view: memoryview) -> Block | Absent:
-        if block.id != wanted or len(payload) != len(view):
-            return Absent.DAMAGED
-        view[:] = payload
-        return block if checksum(block.id, view) == block.checksum else Absent.DAMAGED
 
     async def _give_up(self, run: KnownRun) -> None:
         _log.error(
@@ -221,6 +230,13 @@ class Reader:
         count.misses += answers.count(Absent.MISSING)
         count.damaged += answers.count(Absent.DAMAGED)
         count.failed += answers.count(Absent.FAILED)
+
+
+def _checked(block: Block, wanted: bytes, payload: memoryview, view: memoryview) -> Block | Absent:
+    if block.id != wanted or len(payload) != len(view):
+        return Absent.DAMAGED
+    copy(view, payload)
+    return block if checksum(block.id, view) == block.checksum else Absent.DAMAGED
 
 
 def _offset(piece: Piece) -> int:

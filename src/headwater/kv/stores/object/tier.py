@@ -101,6 +101,7 @@ class ObjectTier:
                 for _ in range(_MAX_CALLS):  # each call in flight holds one, and those in line find it closed
                     await self._calls.acquire()
         await self._upkeep.close()
+        await self._reader.close()
         self._bucket.close()
 
     @asynccontextmanager
