@@ -1,5 +1,6 @@
 """All back-ends that this machine has against the contract."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from headwater.transfer.backends.nixl import NixlBackend
 from headwater.transfer.base import Backend
 from headwater.transfer.card import Access
 from headwater.transfer.conformance import BLOCK, TransferConformance
+from headwater.transfer.options import AgentOptions
 from headwater.transfer.regions import Region
 
 
@@ -30,6 +32,11 @@ class TestTcpTransfer(TransferConformance):
 
     def remote_region(self, agent: Agent, num_bytes: int, access: Access = "both") -> Region:
         return agent.register(bytearray(num_bytes), block_bytes=BLOCK, access=access)
+
+
+class TestSealedTransfer(TestTcpTransfer):
+    def options(self) -> AgentOptions:
+        return dataclasses.replace(super().options(), encrypt=True)
 
 
 @pytest.mark.skipif(bool(NixlBackend().unavailable()), reason="NIXL is not installed")

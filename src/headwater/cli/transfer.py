@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench.add_argument("--seconds", type=seconds, default=1.0, help="how long each row is measured")
     bench.add_argument("--region", type=_size, default=256 << 20, help="memory the blocks are scattered over")
     bench.add_argument("--checksums", action="store_true", help="compare both sides after each transfer")
+    bench.add_argument("--encrypt", action="store_true", help="seal what goes over TCP")
     bench.add_argument("--json", action="store_true", help="one JSON object per row")
 
 
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _cases(args: argparse.Namespace) -> list[Case]:
     return [
-        Case(backend, block, batch, args.op == "write", args.checksums, args.seconds, args.region)
+        Case(backend, block, batch, args.op == "write", args.checksums, args.seconds, args.region, args.encrypt)
         for backend in args.backend
         for block in args.block
         for batch in args.batch

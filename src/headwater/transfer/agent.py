@@ -77,7 +77,7 @@ class Agent:
         # Apart from the movers, which wait for peers: two agents that wait for each other must still answer.
         self._servants = ThreadPoolExecutor(2, thread_name_prefix=f"servant-{name}")
         self._posted = threading.BoundedSemaphore(self.options.max_posted)
-        me = Identity(name, self.generation, self.options.key or self._token, self.card)
+        me = Identity(name, self.generation, self.options.key or self._token, self.card, self.options.encrypt)
         self._reception = Reception(self, me, self._reactor)
         self.peers = Peers(Dialler(me, self.options.key), self._boot_id, self._reception.start, lookup)
         self._closed = False

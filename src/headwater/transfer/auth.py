@@ -1,8 +1,7 @@
 """Proof that both ends hold the same secret, without sending it.
 
 Each end hashes, under the secret, everything said so far with both fresh nonces; the two directions differ in a label,
-so that no proof can be reflected. Traffic after the handshake is neither encrypted nor signed: across networks that
-are not trusted, put it in a tunnel.
+so that no proof can be reflected. What is said afterwards is protected by `headwater.transfer.sealing`, if at all.
 """
 
 import hmac

@@ -40,6 +40,7 @@ class Case:
     checksums: bool = False
     seconds: float = 1.0
     region_bytes: int = 256 << 20
+    encrypt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,11 @@ def running(case: Case) -> Iterator[tuple[Agent, Target]]:
     key = secrets.token_bytes(32)
     num_bytes = _region_bytes(case)
     kind = {"file": "file", "shm": "shared"}.get(case.backend, "memory")
-    target = Target(Settings("target", key.hex(), [case.backend], num_bytes, case.block_bytes, kind))
+    target = Target(
+        Settings("target", key.hex(), [case.backend], num_bytes, case.block_bytes, kind, encrypt=case.encrypt)
+    )
     try:
-        with Agent("bench", AgentOptions(key=key, backends=(case.backend,))) as agent:
+        with Agent("bench", AgentOptions(key=key, backends=(case.backend,), encrypt=case.encrypt)) as agent:
             agent.add_peer(target.card)
             yield agent, target
     finally:

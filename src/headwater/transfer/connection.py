@@ -10,6 +10,7 @@ from typing import Protocol
 
 from headwater.errors import PeerLost, ProtocolError, TransferError
 from headwater.transfer.reactor import READ, WRITE, Reactor
+from headwater.transfer.sealing import Opener, SealedSocket, Sealer, StreamSocket
 from headwater.transfer.wire import MAX_FRAME_BYTES, Message, frame, length_of
 
 _READ_BYTES = 256 << 10
@@ -45,6 +46,7 @@ class Connection:
         self._queue: deque[tuple[memoryview, int]] = deque()
         self._queued_bytes = 0
         self._received = bytearray()
+        self._sealing: tuple[Sealer, Opener] | None = None
         self._fds: deque[int] = deque()
 
     def open(self) -> None:
@@ -52,10 +54,11 @@ class Connection:
 
     def send(self, message: Message, fd: int = -1) -> None:
         """Never blocks. What goes to a closed connection is dropped: its handler was told."""
-        data = memoryview(frame(message))
+        plain = frame(message)
         with self._lock:
             if self.closed:
                 return
+            data = memoryview(plain if self._sealing is None else self._sealing[0].seal_all(plain))
             self.last_sent = self._now()
             self._queue.append((data, os.dup(fd) if fd >= 0 else -1))
             self._queued_bytes += len(data)
@@ -67,20 +70,27 @@ class Connection:
         if overflow:
             self._reactor.call(lambda: self._break(PeerLost("the peer does not read what it is sent")))
 
+    def seal(self, sealer: Sealer, opener: Opener) -> None:
+        """From now on, in both directions. In the reactor, or before `open`."""
+        if self._received:
+            raise ProtocolError("more came than was asked for")
+        with self._lock:
+            self._sealing = sealer, opener
+
     def take_descriptor(self) -> int:
         """The next that came; the caller owns it."""
         if not self._fds:
             raise ProtocolError("a descriptor was announced and none came")
         return self._fds.popleft()
 
-    def detach(self) -> socket.socket:
+    def detach(self) -> StreamSocket:
         """Give the socket up, for blocking use by a thread."""
-        if self._received or self._queue:
+        if self._received or self._queue or (self._sealing is not None and not self._sealing[1].is_empty):
             raise ProtocolError("more came than was asked for")
         with self._lock:
             self.closed = True
         self._reactor.unwatch(self._sock)
-        return self._sock
+        return self._sock if self._sealing is None else SealedSocket(self._sock, *self._sealing)
 
     def close(self) -> None:
         """Idempotent, from any thread."""
@@ -152,7 +162,7 @@ class Connection:
         if not data:
             raise PeerLost("the peer closed the connection")
         self.last_heard = self._now()
-        self._received += data
+        self._take(data)
         while len(self._received) >= 4 and not self.closed:
             length = length_of(self._received[:4], self.max_frame_bytes)
             if len(self._received) < 4 + length:
@@ -160,6 +170,13 @@ class Connection:
             body = bytes(memoryview(self._received)[4 : 4 + length])
             del self._received[: 4 + length]
             self.handler.on_frame(self, body)
+
+    def _take(self, data: bytes) -> None:
+        if self._sealing is None:
+            self._received += data
+            return
+        for plain in self._sealing[1].open_all(data):
+            self._received += plain
 
     def _receive(self) -> bytes | None:
         with contextlib.suppress(BlockingIOError):

@@ -7,7 +7,7 @@
                                <-    Welcome | Refused(with the present card)
 
 Until the answer is proved the accepting side holds a few kilobytes and no thread for whoever calls, and tells nothing
-but its generation.
+but its generation. If both encrypt, all from the answer on is sealed (`headwater.transfer.sealing`).
 """
 
 import socket
@@ -21,6 +21,7 @@ from headwater.transfer.auth import new_nonce, proof, proves
 from headwater.transfer.card import MAX_CARD_BYTES, AgentCard, decode_card
 from headwater.transfer.connection import Connection
 from headwater.transfer.outcome import Stop
+from headwater.transfer.sealing import Exchange, Opener, SealedSocket, Sealer, StreamSocket
 from headwater.transfer.streams import receive_frame, send_all
 from headwater.transfer.wire import (
     GREETINGS,
@@ -55,11 +56,28 @@ class Identity:
     generation: int
     secret: bytes
     card: Callable[[], bytes]
+    encrypts: bool = False
+    """What goes over TCP."""
+
+    def seals(self, family: int) -> bool:
+        return self.encrypts and family != socket.AF_UNIX
 
 
-def greet(sock: socket.socket, me: Identity, peer: AgentCard, secret: bytes, purpose: Purpose, stop: Stop) -> Welcome:
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """The socket is to be used from now on in place of the bare one."""
+
+    stream: StreamSocket
+    sealing: tuple[Sealer, Opener] | None
+    welcome: Welcome
+
+
+def greet(sock: socket.socket, me: Identity, peer: AgentCard, secret: bytes, purpose: Purpose, stop: Stop) -> Greeted:
     """Blocking, on the side that connects. Raises `Outdated`, `StaleGeneration`, `TransferRefused` or `PeerLost`."""
-    hello = Hello(WIRE_VERSION, me.name, me.generation, peer.name, peer.generation, purpose, new_nonce())
+    exchange = Exchange() if me.seals(sock.family) else None
+    nonce = new_nonce() if exchange is None else exchange.public
+    sealed = exchange is not None
+    hello = Hello(WIRE_VERSION, me.name, me.generation, peer.name, peer.generation, purpose, nonce, sealed)
     challenge = _ask(sock, hello, stop)
     if not isinstance(challenge, Challenge):
         raise _unexpected(challenge)
@@ -68,13 +86,19 @@ def greet(sock: socket.socket, me: Identity, peer: AgentCard, secret: bytes, pur
         if challenge.generation != peer.generation:
             raise StaleGeneration(f"{peer.name} lives anew and its card is needed again")
         raise TransferRefused(f"{peer.name} does not prove the key: is it the same on both sides?")
-    welcome = _ask(sock, Answer(proof(secret, "connects", *said), me.card()), stop)
+    sealing: tuple[Sealer, Opener] | None = None
+    stream: StreamSocket = sock
+    if exchange is not None:
+        keys = exchange.keys(challenge.nonce, secret, *said)
+        sealing = Sealer(keys.connects), Opener(keys.accepts)
+        stream = SealedSocket(sock, *sealing)
+    welcome = _ask(stream, Answer(proof(secret, "connects", *said), me.card()), stop)
     if not isinstance(welcome, Welcome):
         raise _unexpected(welcome)
-    return welcome
+    return Greeted(stream, sealing, welcome)
 
 
-def _ask(sock: socket.socket, message: Greeting, stop: Stop) -> Greeting:
+def _ask(sock: StreamSocket, message: Greeting, stop: Stop) -> Greeting:
     try:
         send_all(sock, [memoryview(frame(message))], stop)
         return GREETINGS.decode(receive_frame(sock, stop, MAX_GREETING_BYTES + MAX_CARD_BYTES))
@@ -149,13 +173,21 @@ class Doorman:
     def _greeted(self, connection: Connection, hello: Hello) -> None:
         if hello.version != WIRE_VERSION:
             raise TransferRefused(f"version {hello.version} is not spoken here, {WIRE_VERSION} is")
+        seals = self._me.seals(connection.family)
+        if hello.sealed != seals:
+            us, them = ("encrypts", "does not") if seals else ("does not encrypt", "does")
+            raise TransferRefused(f"{self._me.name} {us}, {hello.agent} {them}: set `encrypt` alike on both")
         if hello.target != self._me.name:
             raise TransferRefused(f"no agent {hello.target!r} lives here")
         self._hello = hello
-        bare = Challenge(self._me.generation, new_nonce(), b"")
-        proved = proof(self._me.secret, "accepts", *_said(hello, bare))
-        self._challenge = msgspec.structs.replace(bare, proof=proved)
+        exchange = Exchange() if seals else None
+        bare = Challenge(self._me.generation, new_nonce() if exchange is None else exchange.public, b"")
+        said = _said(hello, bare)
+        self._challenge = msgspec.structs.replace(bare, proof=proof(self._me.secret, "accepts", *said))
         connection.send(self._challenge)
+        if exchange is not None:
+            keys = exchange.keys(hello.nonce, self._me.secret, *said)
+            connection.seal(Sealer(keys.accepts), Opener(keys.connects))
         connection.max_frame_bytes = MAX_GREETING_BYTES + MAX_CARD_BYTES
 
     def _answered(self, connection: Connection, answer: Answer, hello: Hello, challenge: Challenge) -> None:

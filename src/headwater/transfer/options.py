@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from headwater.errors import ConfigError
 from headwater.transfer.auth import MIN_KEY_BYTES
+from headwater.transfer.sealing import check_available
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,8 @@ class AgentOptions:
     """Shared by all agents of a cluster. None: each agent makes a token that travels in its card."""
     host: str | None = "127.0.0.1"
     """Address to listen on for peers of other hosts; None listens on the Unix socket only."""
+    encrypt: bool = False
+    """Seal what goes over TCP. All agents of a cluster must agree on it."""
     advertised_host: str | None = None
     """What the card says instead of `host`, where that is 0.0.0.0 or behind a translation."""
     backends: tuple[str, ...] = ("shm", "cma", "cuda", "nixl", "tcp", "file")
@@ -33,6 +36,8 @@ class AgentOptions:
     def __post_init__(self) -> None:
         if self.key is not None and len(self.key) < MIN_KEY_BYTES:
             raise ConfigError(f"a key of {len(self.key)} bytes is too short: at least {MIN_KEY_BYTES}")
+        if self.encrypt:
+            check_available()
         if self.peer_timeout_s < 2 * self.heartbeat_s:
             raise ConfigError("peer_timeout_s must be at least two heartbeats")
         if self.host in ("0.0.0.0", "::") and self.advertised_host is None:

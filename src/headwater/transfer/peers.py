@@ -11,8 +11,9 @@ from headwater.errors import LinkUnavailable, PeerLost, StaleGeneration, Transfe
 from headwater.transfer.base import Backend, Link, RemoteRegion
 from headwater.transfer.card import AgentCard, RegionKind, decode_card
 from headwater.transfer.connection import Connection
-from headwater.transfer.greeting import Identity, Outdated, greet
+from headwater.transfer.greeting import Greeted, Identity, Outdated, greet
 from headwater.transfer.outcome import Stop, held
+from headwater.transfer.sealing import StreamSocket
 from headwater.transfer.sessions import Outbound
 from headwater.transfer.streams import connect, tune
 from headwater.transfer.wire import Purpose, Welcome
@@ -55,9 +56,9 @@ class Session:
     def peer(self) -> AgentCard:
         return self.outbound.peer
 
-    def dial_data(self, stop: Stop) -> socket.socket:
-        sock, _ = self._dialler.dial((self.peer.host, self.peer.port), self.peer, "data", stop)
-        return sock
+    def dial_data(self, stop: Stop) -> StreamSocket:
+        _, greeted = self._dialler.dial((self.peer.host, self.peer.port), self.peer, "data", stop)
+        return greeted.stream
 
     def remote(self, backend: Backend, link: Link, region: int, stop: Stop) -> RemoteRegion:
         """A region of the peer as a back-end reaches it; asked for once."""
@@ -136,16 +137,16 @@ class Dialler:
 
     def dial(
         self, address: str | tuple[str, int], peer: AgentCard, purpose: Purpose, stop: Stop
-    ) -> tuple[socket.socket, Welcome]:
+    ) -> tuple[socket.socket, Greeted]:
         sock = connect(address, stop, _CONNECT_S)
         try:
             if purpose == "data":
                 tune(sock)
-            welcome = greet(sock, self._me, peer, self._key or peer.token, purpose, stop)
+            greeted = greet(sock, self._me, peer, self._key or peer.token, purpose, stop)
         except BaseException:
             sock.close()
             raise
-        return sock, welcome
+        return sock, greeted
 
 
 @dataclass(slots=True)
@@ -155,7 +156,7 @@ class _Peer:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-Start = Callable[[socket.socket, Outbound], Connection]
+Start = Callable[[socket.socket, Greeted, Outbound], Connection]
 Lookup = Callable[[str], bytes | None]
 
 
@@ -243,7 +244,7 @@ class Peers:
 
     def _open(self, card: AgentCard, stop: Stop) -> Session:
         try:
-            sock, welcome = self._dial(card, stop)
+            sock, greeted = self._dial(card, stop)
         except Outdated as error:
             self.add(decode_card(error.card))
             raise StaleGeneration(error.message) from None
@@ -253,11 +254,11 @@ class Peers:
                 raise StaleGeneration(f"{card.name} lives anew: descriptors of its former life are void") from None
             raise
         outbound = Outbound(card, lambda lost, _: self.lost(lost))
-        session = Session(self._dialler, outbound, sock, welcome)
-        outbound.connection = self._start(sock, outbound)
+        session = Session(self._dialler, outbound, sock, greeted.welcome)
+        outbound.connection = self._start(sock, greeted, outbound)
         return session
 
-    def _dial(self, card: AgentCard, stop: Stop) -> tuple[socket.socket, Welcome]:
+    def _dial(self, card: AgentCard, stop: Stop) -> tuple[socket.socket, Greeted]:
         """Over the Unix socket if it can be reached, else over TCP."""
         if card.unix and card.boot_id == self._boot_id:
             try:

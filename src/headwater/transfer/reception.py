@@ -10,13 +10,14 @@ from headwater.errors import ConfigError, PeerLost, TransferError, TransferRefus
 from headwater.transfer.backends.tcp import StreamServer
 from headwater.transfer.card import AgentCard
 from headwater.transfer.connection import Connection
-from headwater.transfer.greeting import Doorman, Guest, Identity
+from headwater.transfer.greeting import Doorman, Greeted, Guest, Identity
 from headwater.transfer.memory import address_of
 from headwater.transfer.options import AgentOptions
 from headwater.transfer.outcome import Stop
 from headwater.transfer.peers import Peers
 from headwater.transfer.reactor import READ, Reactor, Timer
 from headwater.transfer.regions import Region
+from headwater.transfer.sealing import StreamSocket
 from headwater.transfer.sessions import Inbound, Outbound, Owner
 from headwater.transfer.streams import tune
 from headwater.transfer.wire import MAX_FRAME_BYTES, MAX_GREETING_BYTES, Ping, Welcome
@@ -69,9 +70,11 @@ class Reception:
             self._reactor.call(lambda listener=listener: self._watch(listener))  # type: ignore[misc]
         self._reactor.call(self._heartbeat)
 
-    def start(self, sock: socket.socket, outbound: Outbound) -> Connection:
+    def start(self, sock: socket.socket, greeted: Greeted, outbound: Outbound) -> Connection:
         """Take over an outbound session that was greeted. From any thread."""
         connection = Connection(self._reactor, sock, outbound, now=self._now)
+        if greeted.sealing is not None:
+            connection.seal(*greeted.sealing)
         connection.takes_descriptors = sock.family == socket.AF_UNIX
 
         def begin() -> None:
@@ -155,7 +158,7 @@ class Reception:
             if isinstance(session, Inbound) and session.peer.name == card.name:
                 connection.break_off(PeerLost(f"{card.name} began a new session"))
 
-    def _serve(self, sock: socket.socket, card: AgentCard) -> None:
+    def _serve(self, sock: StreamSocket, card: AgentCard) -> None:
         tune(sock)
         server = StreamServer(sock, (card.name, card.generation), self._host.regions)
 

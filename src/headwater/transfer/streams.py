@@ -7,6 +7,7 @@ import struct
 
 from headwater.errors import PeerLost
 from headwater.transfer.outcome import Stop
+from headwater.transfer.sealing import StreamSocket
 from headwater.transfer.wire import length_of
 
 _LOOK_S = 0.2
@@ -15,7 +16,7 @@ _MAX_VECTORS = 1024
 _SOCKET_BUFFER_BYTES = 4 << 20
 
 
-def tune(sock: socket.socket) -> None:
+def tune(sock: StreamSocket) -> None:
     """For bulk data in bounded waits."""
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -23,14 +24,14 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
 
 
-def look_often(sock: socket.socket) -> None:
+def look_often(sock: StreamSocket) -> None:
     """Wake calls that wait, so that they can see whether they should go on."""
     sock.settimeout(None)
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, int(_LOOK_S * 1e6)))
 
 
-def send_all(sock: socket.socket, views: list[memoryview], stop: Stop | None) -> None:
+def send_all(sock: StreamSocket, views: list[memoryview], stop: Stop | None) -> None:
     """Send all bytes, whatever it takes; `stop` ends the wait. Raises `PeerLost`."""
     at = 0
     while at < len(views):
@@ -46,7 +47,7 @@ def send_all(sock: socket.socket, views: list[memoryview], stop: Stop | None) ->
         at = _advance(views, at, sent)
 
 
-def receive_all(sock: socket.socket, views: list[memoryview], stop: Stop | None) -> None:
+def receive_all(sock: StreamSocket, views: list[memoryview], stop: Stop | None) -> None:
     """Fill all views. `views` is used up."""
     at = 0
     while at < len(views):
@@ -63,7 +64,7 @@ def receive_all(sock: socket.socket, views: list[memoryview], stop: Stop | None)
         at = _advance(views, at, got)
 
 
-def receive_frame(sock: socket.socket, stop: Stop | None, most: int) -> bytes:
+def receive_frame(sock: StreamSocket, stop: Stop | None, most: int) -> bytes:
     """The body of one frame. Raises `ProtocolError` for a length beyond `most`."""
     header = bytearray(4)
     receive_all(sock, [memoryview(header)], stop)
@@ -72,14 +73,14 @@ def receive_frame(sock: socket.socket, stop: Stop | None, most: int) -> bytes:
     return bytes(body)
 
 
-def is_idle(sock: socket.socket) -> bool:
+def is_idle(sock: StreamSocket) -> bool:
     """Whether a stream between two requests is still up: nothing came and nothing ended it."""
     poll = select.poll()
     poll.register(sock, select.POLLIN | select.POLLRDHUP)
     return not poll.poll(0)
 
 
-def shut(sock: socket.socket) -> None:
+def shut(sock: StreamSocket) -> None:
     """End a stream from another thread: whoever waits on it wakes."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -31,6 +31,7 @@ class Settings(msgspec.Struct, frozen=True):
     kind: str = "shared"
     heartbeat_s: float = 1.0
     peer_timeout_s: float = 4.0
+    encrypt: bool = False
 
 
 def serve(source: TextIO, sink: TextIO) -> None:
@@ -41,6 +42,7 @@ def serve(source: TextIO, sink: TextIO) -> None:
         backends=tuple(settings.backends),
         heartbeat_s=settings.heartbeat_s,
         peer_timeout_s=settings.peer_timeout_s,
+        encrypt=settings.encrypt,
     )
     with tempfile.TemporaryDirectory(prefix="headwater-target-") as folder, Agent(settings.name, options) as agent:
         region = _region(agent, settings, Path(folder))

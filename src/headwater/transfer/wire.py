@@ -30,6 +30,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     target_generation: int
     purpose: Purpose
     nonce: Nonce
+    sealed: bool = False
+    """What follows the challenge is encrypted; the nonces are then public keys."""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):

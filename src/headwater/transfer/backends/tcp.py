@@ -8,7 +8,6 @@ read to its end and thrown away, so that the stream stays in step.
 import threading
 from array import array
 from operator import add
-from socket import socket
 from sys import byteorder
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from headwater.transfer.blocks import MAX_CHUNK_BYTES, Chunk, joined
 from headwater.transfer.card import RegionKind
 from headwater.transfer.outcome import Stop
 from headwater.transfer.regions import Region, RegionTable
+from headwater.transfer.sealing import StreamSocket
 from headwater.transfer.streams import is_idle, look_often, receive_all, receive_frame, send_all, shut
 from headwater.transfer.wire import DATAS, MAX_FRAME_BYTES, Fetch, Ready, Refused, Store, error_of, frame, refusal
 
@@ -74,8 +74,8 @@ class StreamLink:
     def __init__(self, session: PeerSession) -> None:
         self._session = session
         self._free = threading.Condition()
-        self._idle: list[socket] = []
-        self._open: set[socket] = set()
+        self._idle: list[StreamSocket] = []
+        self._open: set[StreamSocket] = set()
         self._dialling = 0
         self._closed = False
 
@@ -103,7 +103,7 @@ class StreamLink:
         if refused is not None:
             raise error_of(refused)
 
-    def take(self, stop: Stop) -> socket:
+    def take(self, stop: Stop) -> StreamSocket:
         """A stream that is up and idle; waits until one is, or dials."""
         while True:
             with self._free:
@@ -123,7 +123,7 @@ class StreamLink:
             self._drop(stream)
         return self._dial(stop)
 
-    def give_back(self, stream: socket) -> None:
+    def give_back(self, stream: StreamSocket) -> None:
         with self._free:
             self._idle.append(stream)
             self._free.notify()
@@ -140,7 +140,7 @@ class StreamLink:
         for stream in idle:
             self._drop(stream)
 
-    def _dial(self, stop: Stop) -> socket:
+    def _dial(self, stop: Stop) -> StreamSocket:
         try:
             stream = self._session.dial_data(stop)
             look_often(stream)
@@ -156,14 +156,14 @@ class StreamLink:
             shut(stream)
         return stream  # type: ignore[no-any-return]
 
-    def _drop(self, stream: socket) -> None:
+    def _drop(self, stream: StreamSocket) -> None:
         with self._free:
             self._open.discard(stream)
             self._free.notify()
         stream.close()
 
 
-def _exchange(stream: socket, step: _Step, stop: Stop) -> Refused | None:
+def _exchange(stream: StreamSocket, step: _Step, stop: Stop) -> Refused | None:
     """One request. A refusal leaves the stream usable."""
     send_all(stream, [step.request, *step.views] if step.write else [step.request], stop)
     # A refusal is never shorter than the reply that is expected, so this read cannot wait for what never comes.
@@ -176,7 +176,7 @@ def _exchange(stream: socket, step: _Step, stop: Stop) -> Refused | None:
     return None
 
 
-def _refusal_in(stream: socket, head: bytes, stop: Stop) -> Refused:
+def _refusal_in(stream: StreamSocket, head: bytes, stop: Stop) -> Refused:
     length = int.from_bytes(head[:4], "little")
     if not len(head) - 4 <= length <= MAX_FRAME_BYTES:
         raise PeerLost("the peer broke the protocol: neither a refusal nor what was asked for")
@@ -195,7 +195,7 @@ def _refusal_in(stream: socket, head: bytes, stop: Stop) -> Refused:
 class StreamServer:
     """One accepted stream, served by the thread that calls `serve`."""
 
-    def __init__(self, stream: socket, peer: tuple[str, int], regions: RegionTable) -> None:
+    def __init__(self, stream: StreamSocket, peer: tuple[str, int], regions: RegionTable) -> None:
         self.peer = peer
         self.serving: int | None = None
         """The region being moved."""
