@@ -20,6 +20,10 @@ _MODEL = "config_model"
 _SHORT_HELP = frozenset(
     {
         "workers",
+        "prefill",
+        "decode",
+        "role",
+        "disagg",
         "frontends",
         "served_model_name",
         "engine",

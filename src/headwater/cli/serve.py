@@ -35,6 +35,7 @@ from headwater.logs import configure_logging
 from headwater.protocol.cluster import Instance
 from headwater.runtime.endpoints import is_loopback
 from headwater.runtime.registry.open import open_registry
+from headwater.worker.roles import num_workers
 
 _log = logging.getLogger("headwater.serve")
 
@@ -101,7 +102,7 @@ def placed(config: ServeConfig, port: int, folder: ClusterFolder) -> ServeConfig
     cert = str(Path(config.frontend.tls_cert).absolute()) if config.frontend.tls_cert else ""
     key = config.frontend.operator_key or secrets.token_urlsafe(32)
     url = base_url(config.frontend.host, port, tls=bool(cert))
-    config = msgspec.structs.replace(config, workers=len(config.engine.attach) or config.workers)
+    config = msgspec.structs.replace(config, workers=len(config.engine.attach) or num_workers(config))
     folder.publish(ClusterRecord(pid=os.getpid(), url=url, registry=registry, started=time.time(), key=key, cert=cert))
     return msgspec.structs.replace(
         config,

@@ -11,7 +11,7 @@ from headwater.worker.process import worker_main
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_config_flags(parser, sections=("engine", "runtime"))
+    add_config_flags(parser, sections=("engine", "runtime"), names=("role", "transfer_backends", "transfer_checksums"))
 
 
 def run(args: argparse.Namespace) -> int:

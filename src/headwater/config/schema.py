@@ -160,6 +160,26 @@ class FaultsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     migration_timeout: Annotated[Seconds, _doc("Longest wait of a stream that no worker can take over.")] = 30.0
 
 
+class DisaggConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Prompts computed by other workers than those that decode."""
+
+    role: Annotated[
+        Literal["both", "prefill", "decode", "adaptive"],
+        _doc("What workers are for; adaptive: changed while they run, as traffic asks for."),
+    ] = "both"
+    disagg: Annotated[
+        Literal["plan", "always", "never", "threshold"],
+        _doc("Which prompts go to prefill workers: those for which it pays, all, none, long ones."),
+    ] = "plan"
+    disagg_threshold: Annotated[Count, _doc("With threshold: tokens left to compute from which on a prompt goes.")] = (
+        512
+    )
+    transfer_backends: Annotated[
+        tuple[str, ...], _doc("Ways to move KV blocks, the best first; none: all there are (shm, cma, ..., tcp).")
+    ] = ()
+    transfer_checksums: Annotated[bool, _doc("Check every KV block that was moved; costs 0.15 CPU s per GB.")] = False
+
+
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole graph that `headwater serve` runs."""
 
@@ -168,7 +188,10 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router: RouterConfig = RouterConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     faults: FaultsConfig = FaultsConfig()
+    disaggregation: DisaggConfig = DisaggConfig()
     workers: Annotated[Positive, _doc("Worker processes.")] = 1
+    prefill: Annotated[Count, _doc("Workers that only prefill; with --decode, instead of --workers.")] = 0
+    decode: Annotated[Count, _doc("Workers that decode, and prefill what does not go to prefill workers.")] = 0
     frontends: Annotated[Positive, _doc("Frontend processes sharing the port.")] = 1
     ready_timeout: Annotated[Seconds, _doc("Time without progress before start-up is given up; 0: never.")] = 600.0
     max_restarts: Annotated[Count, _doc("Restarts of a process that keeps failing before it is given up.")] = 5

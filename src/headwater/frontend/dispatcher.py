@@ -23,6 +23,7 @@ from headwater.frontend.journal import DecisionJournal
 from headwater.frontend.metrics import FrontendMetrics
 from headwater.frontend.moves import MoveLimits, Moves
 from headwater.frontend.placing import Placer
+from headwater.frontend.prefills import Prefills
 from headwater.frontend.probes import Probes
 from headwater.frontend.records import OpenRequests, RequestRecord
 from headwater.frontend.remote_errors import error_from
@@ -33,6 +34,7 @@ from headwater.protocol.cluster import ModelCard
 from headwater.protocol.frames import Abort, StepFrame
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.router.decisions import DecisionLog, DecisionRecord
+from headwater.router.disagg import DisaggSettings
 from headwater.router.queue import AdmissionQueue, Outcome, Placed, QueueLimits
 from headwater.router.router import Router
 
@@ -47,6 +49,7 @@ class DispatchLimits:
     moves: MoveLimits = field(default_factory=MoveLimits)
     max_streams: int = 65_536
     """Open sequences."""
+    disagg: DisaggSettings = field(default_factory=DisaggSettings)
 
 
 class ClusterDispatcher:
@@ -75,7 +78,8 @@ class ClusterDispatcher:
         self._next_pump: asyncio.Handle | None = None
         self._journal = DecisionJournal(router, metrics.router)
         self._streams = Streams()
-        self._placer = Placer(router, self._journal)
+        self.prefills = Prefills(router.view, limits.disagg)
+        self._placer = Placer(router, self._journal, self.prefills)
         self._moves = Moves(self._streams, self._placer, self._journal, metrics.faults, self._fail, limits.moves)
         metrics.faults.waiting = lambda: len(self._moves)
         self.probes = Probes()
@@ -279,8 +283,10 @@ class ClusterDispatcher:
         stream.begun = True
         self._moves.began(stream)
         cached_tokens = output.num_cached_tokens
+        self._placer.prefilled(stream)
         if stream.booking is not None:
-            self._router.view.prefilled(stream.booking, now, cached_tokens)
+            # What another worker computed says nothing about what this one had.
+            self._router.view.prefilled(stream.booking, now, None if stream.request.prefill else cached_tokens)
         if self._router.view.residency.learned.newly_silent:
             self._report_silent()
         if stream.tokens:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from headwater.errors import InternalError
 from headwater.frontend.connection import WorkerConnection
 from headwater.frontend.journal import DecisionJournal
+from headwater.frontend.prefills import Prefills
 from headwater.frontend.stream import Stream
 from headwater.frontend.submission import Submission
 from headwater.protocol.frames import Submit
@@ -22,7 +23,8 @@ _MAX_SUBMIT_BYTES = 8 * 1024 * 1024
 class Placer:
     """Knows the connections that may be used now."""
 
-    def __init__(self, router: Router, journal: DecisionJournal) -> None:
+    def __init__(self, router: Router, journal: DecisionJournal, prefills: Prefills) -> None:
+        self._prefills = prefills
         self.connections: dict[str, WorkerConnection] = {}
         self._router = router
         self._journal = journal
@@ -32,6 +34,9 @@ class Placer:
         worker, asked = placed.worker, submission.request
         self._journal.decided(submission.record, asked, worker, placed.decision)
         connection = self._connection_to(worker)
+        choice = self._prefills.choose(asked, worker)
+        self._prefills.name(choice, submission.requests)
+        submission.record.prefill = choice
         cached_tokens = placed.decision.cached_tokens
         for request in submission.requests:
             request.expected_cached_tokens = cached_tokens
@@ -41,6 +46,7 @@ class Placer:
         for stream in streams:
             self._book(stream, connection, worker, asked, now)
         first = streams[0]
+        first.prefill_booking = self._prefills.book(choice, asked)
         first.metrics.submitted(asked.num_prompt_tokens, len(streams), now - first.record.received)
 
     def place_again(self, stream: Stream, now: float) -> None:
@@ -49,15 +55,26 @@ class Placer:
         route = _route_of_rest(stream, now)
         worker, decision = self._router.route(route, submission.model, stream.refused_by)
         connection = self._connection_to(worker)
+        choice = self._prefills.choose(route, worker)
+        self._prefills.name(choice, [stream.request])
+        submission.record.prefill = choice
         stream.request.expected_cached_tokens = decision.cached_tokens
         connection.send(Submit([stream.request_to_send()]))
         self._journal.decided(submission.record, route, worker, decision)
         if stream.sent == 0.0:
             stream.metrics.submitted(0, 1, now - stream.record.received)
         self._book(stream, connection, worker, route, now)
+        stream.prefill_booking = self._prefills.book(choice, route)
+
+    def prefilled(self, stream: Stream) -> None:
+        """Its first token at this worker is there: no other worker has to do with it any more."""
+        if stream.prefill_booking is not None:
+            self._router.view.release(stream.prefill_booking)
+            stream.prefill_booking = None
 
     def leave(self, stream: Stream, num_generated: int | None = None) -> None:
         """It is not at its worker any more; `num_generated` if it ended by itself."""
+        self.prefilled(stream)
         if stream.booking is not None:
             self._router.view.release(stream.booking, num_generated)
         stream.connection = stream.booking = None
@@ -76,7 +93,9 @@ class Placer:
             worker,
             asked.num_prompt_tokens,
             asked.max_tokens,
-            min(stream.request.expected_cached_tokens, asked.num_prompt_tokens),
+            asked.num_prompt_tokens
+            if stream.request.prefill is not None
+            else min(stream.request.expected_cached_tokens, asked.num_prompt_tokens),
             asked.keys,
             asked.expected_output_tokens,
         )

@@ -11,6 +11,7 @@ from headwater.frontend.moves import MoveLimits
 from headwater.frontend.policies import load_policy
 from headwater.frontend.vigil import VigilLimits
 from headwater.router.affinity import SessionAffinity
+from headwater.router.disagg import DisaggSettings
 from headwater.router.policy import PolicySettings
 from headwater.router.queue import PriorityClass, QueueLimits
 from headwater.router.router import Router
@@ -34,6 +35,7 @@ def dispatch_limits(config: ServeConfig, tenant_weights: Mapping[str, float]) ->
         queue=queue_limits(config.router, tenant_weights),
         moves=MoveLimits(config.faults.migration_limit, config.faults.migration_timeout),
         max_streams=config.frontend.max_concurrent_requests * _SEQUENCES_PER_REQUEST,
+        disagg=DisaggSettings(config.disaggregation.disagg, config.disaggregation.disagg_threshold),
     )
 
 

@@ -32,6 +32,7 @@ class Stream:
         "metrics",
         "moves",
         "number",
+        "prefill_booking",
         "record",
         "refused_by",
         "request",
@@ -61,6 +62,8 @@ class Stream:
         self.connection: WorkerConnection | None = None
         """None while it waits for a worker, as is its booking."""
         self.booking: Booking | None = None
+        self.prefill_booking: Booking | None = None
+        """At the worker that computes its prompt for the other one, until its first token is there."""
         self.refused_by: tuple[str, ...] = ()
         """Workers that did not take it since it was last at one that did."""
         self.counts_cached = submission.requests[0] is request

@@ -239,6 +239,7 @@ class DecodeSide:
                 kv_layout=card.kv_layout,
                 dtype=card.dtype,
                 block_size=card.block_size,
+                frontend_id=handoff.where.frontend_id,
             ),
         )
 

@@ -67,6 +67,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, omit_defaults=True):
     """From the asking to the first token, as whoever chose it expects; 0: no idea."""
     expected_cached_tokens: int = 0
     """Of the prompt, at that worker."""
+    frontend_id: str = ""
+    """Who chose it, and counts with it."""
 
 
 class ExportOrder(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -81,6 +83,8 @@ class ExportOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_layout: str
     dtype: str
     block_size: int
+    frontend_id: str = ""
+    """Who chose the worker."""
 
 
 class EngineRequest(msgspec.Struct, omit_defaults=True):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import Any, Literal
 
+from headwater.router.disagg import PrefillChoice
 from headwater.router.policy import Candidate, Decision
 from headwater.router.residency import Knowledge
 
@@ -41,6 +42,8 @@ class DecisionRecord:
     session_id: str | None = None
     priority: int = 0
     decision: Decision | None = None
+    prefill: PrefillChoice | None = None
+    """Where the prompt is computed; None where only the worker itself could."""
     worker_id: str | None = None
     queued_ms: float = 0.0
     predicted_ttft_ms: float | None = None
@@ -82,6 +85,7 @@ class DecisionRecord:
             "priority": self.priority,
             "policy": decision.policy if decision is not None else None,
             "worker_id": self.worker_id,
+            "prefill": self.prefill.describe() if self.prefill is not None else None,
             "queued_ms": round(self.queued_ms, 3),
             "num_candidates": decision.num_candidates if decision is not None else 0,
             "knowledge": self.knowledge,

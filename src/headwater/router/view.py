@@ -161,6 +161,17 @@ class ClusterView:
             found = self._eligible[fingerprint] = sorted(workers, key=lambda worker: worker.worker_id)
         return found
 
+    def prefillers(self, fingerprint: str) -> list[WorkerView]:
+        """Workers that compute prompts of a model for others."""
+        return [
+            worker
+            for worker in self._workers.values()
+            if worker.connected
+            and worker.instance.state == "ready"
+            and worker.instance.role == "prefill"
+            and worker.instance.card.fingerprint == fingerprint
+        ]
+
     # -- workers ------------------------------------------------------------------------------------------------
 
     def put(self, instance: Instance) -> None:

@@ -21,6 +21,7 @@ from headwater.engines.registry import create_engine
 from headwater.errors import ConfigError
 from headwater.runtime.planes import open_planes
 from headwater.runtime.registry.open import open_registry
+from headwater.worker.roles import role_of, transfer_options
 from headwater.worker.shell import ShellConfig, WorkerShell
 
 _log = logging.getLogger(__name__)
@@ -92,11 +93,15 @@ def log_progress(progress: Progress) -> None:
 
 def _shell_config(config: ServeConfig, worker_index: int) -> ShellConfig:
     engine = config.engine
+    role, adaptive = role_of(config, worker_index)
     return ShellConfig(
         worker_id=f"worker-{worker_index}-{secrets.token_hex(4)}",
         engine=engine.engine,
         served_name=engine.served_model_name[0] if engine.served_model_name else PurePath(engine.model or "").name,
+        role=role,
+        adaptive=adaptive,
         drain_timeout_s=config.runtime.drain_timeout,
+        transfer=transfer_options(config),
     )
 
 

@@ -63,6 +63,8 @@ class ShellConfig:
     served_name: str
     """What to call the model until the engine knows."""
     role: Role = "both"
+    adaptive: bool = False
+    """Whether frontends may give it another role."""
     drain_timeout_s: float = 30.0
     transfer: AgentOptions = field(default_factory=AgentOptions)
     """How KV blocks move to and from other workers."""
@@ -230,8 +232,10 @@ class WorkerShell:
                 self.stop()
             case ReleaseBlocks(streams):
                 self._release(peer, streams)
-            case SetRole(role):
+            case SetRole(role) if self._config.adaptive:
                 self._role_change = asyncio.ensure_future(self._set_role(role, self._role_change))
+            case SetRole(role):
+                _log.warning("a frontend asked for the role %s, but this worker's is fixed (--role adaptive)", role)
             case FetchArtifact():
                 self._listener.send(peer, self._artifacts.read(frame))
 
@@ -280,8 +284,13 @@ class WorkerShell:
             except HeadwaterError:
                 self._streams.take(peer, [stream])
                 raise
-        self._shares.opened(peer, handle, request)
+        asked_by = request.export.frontend_id.encode() if request.export is not None else b""
+        self._shares.opened(asked_by or peer, handle, request)
         return request
+
+    def _name_of(self, peer: bytes) -> str:
+        """Of a frontend, connected or named by another worker."""
+        return self._listener.frontend_id(peer) or peer.decode(errors="replace")
 
     def _exchanges(self, request: EngineRequest) -> bool:
         """Whether a request goes to the engine by another way, because of its KV blocks."""
@@ -326,7 +335,7 @@ class WorkerShell:
         shared = self._listener.num_peers > 1
         self._load.interval_s = SHARED_INTERVAL_S if shared else REPORT_INTERVAL_S
         if shared:
-            report = msgspec.structs.replace(report, frontends=self._shares.loads(self._listener.frontend_id))
+            report = msgspec.structs.replace(report, frontends=self._shares.loads(self._name_of))
         if self._handoffs is not None and (counts := self._handoffs.counts()) is not None:
             report = msgspec.structs.replace(report, handoffs=counts)
         self._publisher.publish([report])
@@ -379,6 +388,7 @@ class WorkerShell:
         return Instance(
             worker_id=self._config.worker_id,
             role=self._config.role,
+            adaptive=self._config.adaptive,
             state="starting",
             card=card,
             request_address=request_address,
