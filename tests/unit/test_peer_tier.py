@@ -115,9 +115,8 @@ async def test_blocks_land_in_the_readers_pool_without_a_copy() -> None:
     run = Run("a", 20)
     async with node("owner") as owner, node("reader") as reader:
         await run.put(owner.host)
-        tier = PeerTier(
-            PeerOptions((("127.0.0.1", owner.port),), ask_timeout_s=2.0), reader.agent, KEY, landing=reader.pool
-        )
+        tier = PeerTier(PeerOptions((("127.0.0.1", owner.port),), ask_timeout_s=2.0), reader.agent, KEY)
+        tier.land_in(reader.pool)
         await tier.contains(FAMILY, run.ids)
         ticket, slots = reader.host.reserve(0, FAMILY, run.blocks)
         into = [reader.host.place(ticket, slot, FAMILY) for slot in slots if isinstance(slot, int)]

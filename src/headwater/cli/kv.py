@@ -21,6 +21,7 @@ from headwater.errors import ConfigError, StoreError, Unavailable
 from headwater.kv.node import benchmark, wire
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.open import NodeOptions, default_socket, parse_disk, serve_store
+from headwater.kv.node.peering import Address, PeeringOptions, parse_address, read_key
 from headwater.kv.stores.disk import DiskOptions
 from headwater.kv.stores.host import TierOptions
 from headwater.logs import configure_logging
@@ -30,6 +31,7 @@ T = TypeVar("T")
 _CONNECT_S = 2.0
 _LIST_PAGE = 5000
 _TIERS = ("host", "disk")
+_PEER_HELP = "another node whose host tier is read; may be repeated"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +77,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", type=_size, default=1 << 30, metavar="SIZE", help="memory of the host tier: 4GiB")
     parser.add_argument("--disk", type=_disk, metavar="DIR:SIZE", help="a disk tier: /mnt/nvme/kv:200GiB")
     parser.add_argument("--object", default="", metavar="URL", help="an object tier: s3://bucket/prefix?cap=1TiB")
+    parser.add_argument("--peer", action="append", default=[], type=_address, metavar="HOST:PORT", help=_PEER_HELP)
+    parser.add_argument("--listen", type=_address, metavar="HOST:PORT", help="where other nodes read the host tier")
+    parser.add_argument("--peer-key", type=Path, metavar="FILE", help="what all nodes share; not needed on one host")
     parser.add_argument("--policy", choices=("lru", "s3fifo", "cost"), default="lru", help="what is evicted first")
     parser.add_argument(
         "--admission", choices=("second-use", "all"), default="second-use", help="what is written to lower tiers"
@@ -125,7 +130,9 @@ def _serve(args: argparse.Namespace) -> int:
         return TierOptions(cap_bytes, args.policy, shares, args.min_block, rules)
 
     disk = DiskOptions(args.disk[0], tier(args.disk[1]), args.direct) if args.disk else None
-    options = NodeOptions(tier(args.host), disk, args.object, args.owner, args.admission)
+    key = read_key(args.peer_key) if args.peer_key else b""
+    peering = PeeringOptions(args.listen, tuple(args.peer), key)
+    options = NodeOptions(tier(args.host), disk, peering, args.object, args.owner, args.admission)
     asyncio.run(serve_store(options, args.socket, lambda: print(f"KV store at {args.socket}", flush=True)))
     return 0
 
@@ -299,6 +306,13 @@ def _size(text: str) -> int:
 def _disk(text: str) -> tuple[Path, int]:
     try:
         return parse_disk(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.message) from error
+
+
+def _address(text: str) -> Address:
+    try:
+        return parse_address(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(error.message) from error
 

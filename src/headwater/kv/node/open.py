@@ -14,6 +14,7 @@ from headwater.clock import Clock, RealClock
 from headwater.config.units import parse_bytes
 from headwater.errors import ConfigError
 from headwater.kv.admission import AdmissionName, make_admission
+from headwater.kv.node.peering import Peering, PeeringOptions
 from headwater.kv.node.prices import NodePrices
 from headwater.kv.node.server import Server
 from headwater.kv.node.store import NodeStore
@@ -33,6 +34,7 @@ class NodeOptions:
 
     host: TierOptions = field(default_factory=lambda: TierOptions(1 << 30))
     disk: DiskOptions | None = None
+    peering: PeeringOptions = field(default_factory=PeeringOptions)
     object_url: str = ""
     owner: str = "node"
     """Of what this node writes to an object store: the same over restarts, another on each node."""
@@ -50,7 +52,7 @@ def parse_disk(text: str) -> tuple[Path, int]:
         raise ConfigError(f"a disk tier is given as /folder:50GiB, not {text!r}: {error}") from None
 
 
-def open_store(options: NodeOptions, clock: Clock) -> NodeStore:
+def open_store(options: NodeOptions, clock: Clock, peers: TierStore | None = None) -> NodeStore:
     """On the event loop that will drive it. Raises `ConfigError`; what was opened by then is left to the process."""
     prices = NodePrices()
     lower: list[TierStore] = []
@@ -60,6 +62,8 @@ def open_store(options: NodeOptions, clock: Clock) -> NodeStore:
             "disk tier %s: %d blocks found in %.1f s", options.disk.folder, disk.ledger.table.num_blocks, disk.reopen_s
         )
         lower.append(disk)
+    if peers is not None:
+        lower.append(peers)
     if options.object_url:
         lower.append(_open_object(options, clock))
     written: list[Tier] = ["disk", "object"]
@@ -79,7 +83,8 @@ def _open_object(options: NodeOptions, clock: Clock) -> TierStore:
 async def serve_store(options: NodeOptions, path: Path, on_ready: Callable[[], None]) -> None:
     """Until the process is told to end. Raises `ConfigError`."""
     clock = RealClock()
-    store = open_store(options, clock)
+    peering = Peering(options.peering, clock)
+    store = open_store(options, clock, peering.tier)
     server = Server(store, path, clock)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -87,6 +92,7 @@ async def serve_store(options: NodeOptions, path: Path, on_ready: Callable[[], N
         loop.add_signal_handler(number, stop.set)
     try:
         store.start()
+        await peering.start(store.host)
         server.start()
         on_ready()
         await stop.wait()
@@ -95,6 +101,7 @@ async def serve_store(options: NodeOptions, path: Path, on_ready: Callable[[], N
             with suppress(ValueError):
                 loop.remove_signal_handler(number)
         await server.close()
+        await peering.close()
         await store.close()
 
 

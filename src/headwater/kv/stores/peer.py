@@ -22,7 +22,6 @@ from headwater.kv.identity import split_block_ids
 from headwater.kv.journal import Journal
 from headwater.kv.stores.base import Absent, Kept, TierEvent, TierUsage
 from headwater.kv.stores.breaker import Breaker
-from headwater.kv.stores.copying import copy
 from headwater.kv.stores.finishing import finished
 from headwater.kv.stores.peer_session import PeerSession
 from headwater.kv.stores.peer_wire import MAX_IDS, Ask, Borrow, GiveBack, Have, Lent, LentBlock, Place, Returned
@@ -65,17 +64,14 @@ class PeerTier:
         agent: Agent,
         key: bytes,
         *,
-        landing: Region | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`landing`: memory the agent knows, where blocks are read to without a copy if the caller's buffers lie
-        there."""
         self.tier: Tier = "peer"
         self.options = options
         self._agent = agent
         self._clock = clock or RealClock()
-        self._landing = landing
-        self._landing_address = address_of(landing.view) if landing is not None else 0
+        self._landing: Region | None = None
+        self._landing_address = 0
         chance = random.Random().random
         self.sessions = [
             PeerSession(host, port, agent, key, Breaker(self._clock, chance, threshold=2), options.connect_timeout_s)
@@ -87,6 +83,11 @@ class PeerTier:
         self._usage = TierUsage(0, 0, 0)
         self._movers = ThreadPoolExecutor(options.movers, thread_name_prefix="kv-peer")
         self._closed = False
+
+    def land_in(self, memory: Region) -> None:
+        """Memory that the agent knows: blocks whose buffers lie there are read without a copy between."""
+        self._landing = memory
+        self._landing_address = address_of(memory.view)
 
     # Who has what
 
@@ -234,7 +235,7 @@ class PeerTier:
         try:
             self._agent.read(region.blocks(range(len(views))), place.blocks, timeout_s=timeout_s).run()
             for number, view in enumerate(views):
-                copy(view, memoryview(buffer)[number * size : (number + 1) * size])
+                view[:] = memoryview(buffer)[number * size : (number + 1) * size]
         finally:
             self._agent.unregister(region)
 
