@@ -22,7 +22,7 @@ from headwater.planner.feedback import Correction, Held, corrected
 from headwater.planner.objective import Objective, Score
 from headwater.planner.plan import RolePlan, aggregated, candidates, loosened
 from headwater.planner.pool import WorkerModel
-from headwater.planner.traffic import Served, Summary, Traffic, resample, same, summary
+from headwater.planner.traffic import Served, Summary, Traffic, resample, same, shifted, summary
 from headwater.types import Role
 
 _MAX_HELD = 64
@@ -45,11 +45,11 @@ class PlannerSettings:
     """The last minutes."""
     min_requests: int = 24
     """In a window; fewer say nothing."""
-    min_horizon_ms: float = 30_000.0
+    min_horizon_ms: float = 90_000.0
     max_horizon_ms: float = 400_000.0
     lives: float = 2.5
     """Of a request, that a sample lasts at least."""
-    max_jobs: int = 1500
+    max_jobs: int = 900
     """Of a sample."""
     min_jobs: int = 240
     hysteresis: float = 0.03
@@ -66,7 +66,7 @@ class PlannerSettings:
     """Traffic that differs by more is other traffic."""
     corrected: float = 0.05
     """Step times that differ by more are other times."""
-    refresh_ms: float = 20_000.0
+    refresh_ms: float = 30_000.0
     """Look again after this time, whatever was seen."""
     max_error: float = 0.6
     """Of the replay: beyond it nothing is believed."""
@@ -259,12 +259,13 @@ class Planner:
         horizon_ms = max(settings.min_horizon_ms, settings.lives * _life_ms(pool, prompt, expected, settings.objective))
         wanted = max(settings.min_jobs, int(min(horizon_ms, settings.max_horizon_ms) / 1000 * requests_per_s))
         num = min(settings.max_jobs, wanted)
-        # What the rate is known to, by so many arrivals: a plan is to be better within that.
+        # What the rate is known to, by so many arrivals: a plan is to be better within that, and for what really came.
         doubt = min(_MOST_DOUBT, 1 / sqrt(len(served)))
-        return [
-            Sample(resample(jobs, requests_per_s / self.share * (1 + sign * doubt), num, seed), expected)
-            for seed, sign in _SAMPLES
-        ]
+        rate = requests_per_s / self.share
+        samples = [Sample(resample(jobs, rate * (1 + sign * doubt), num, seed), expected) for seed, sign in _SAMPLES]
+        if len(jobs) >= settings.min_jobs and self.share >= _WHOLE:
+            samples.append(Sample(shifted(jobs[-settings.max_jobs :]), expected))
+        return samples
 
 
 def _life_ms(pool: Sequence[WorkerModel], prompt: float, output: float, objective: Objective) -> float:

@@ -7,7 +7,7 @@ length, so that long answers, which end late, do not vanish from a window that h
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import nan, sqrt
 from statistics import fmean
@@ -135,6 +135,11 @@ def resample(jobs: Sequence[Job], requests_per_s: float, num: int, seed: int) ->
         like = jobs[draws.below(len(jobs))]
         sample.append(Job(at_ms, like.prompt_tokens, like.output_tokens, like.cached_tokens))
     return sample
+
+
+def shifted(jobs: Sequence[Job]) -> list[Job]:
+    """The same requests, from now on."""
+    return [replace(job, at_ms=job.at_ms - jobs[0].at_ms) for job in jobs]
 
 
 class Draws:
