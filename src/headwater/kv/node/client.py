@@ -14,21 +14,23 @@ so the event loop and the engine go on; buffers must stay as they are until the 
 import asyncio
 import contextlib
 import logging
+import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from headwater.errors import HeadwaterError, StoreClosed, StoreError
 from headwater.kv.block import Family
-from headwater.kv.checksum import checksum
 from headwater.kv.node import wire
 from headwater.kv.node.connection import Connection, greet
 from headwater.kv.node.store import Piece, pieces_of
 from headwater.kv.pricing import ComputeRate, TierRun
-from headwater.kv.stores.copying import copy
+from headwater.kv.stores.copying import copy_summed
 from headwater.kv.stores.finishing import finished
 from headwater.kv.stores.shared_pool import SharedPool
 from headwater.kv.table import BlockTable
@@ -44,6 +46,8 @@ R = TypeVar("R")
 
 _GREET_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 10.0
+_PIECES_AT_ONCE = 3
+"""One is leased or reserved, one copied, one released or committed."""
 _FIRST_PAUSE_S = 0.1
 _MOST_PAUSE_S = 5.0
 
@@ -57,13 +61,15 @@ class StoreClient:
         name: str,
         *,
         on_events: OnEvents | None = None,
-        num_threads: int = 2,
+        num_threads: int = 0,
         max_offered_bytes: int = 256 << 20,
     ) -> None:
-        """`on_events` is told, on the event loop, what is resident in the node's tiers, and all of it again after a
+        """`num_threads` copy; 0: one, or two where there are processors to spare. `on_events` is told, on the event loop, what is resident in the node's tiers, and all of it again after a
         reconnection; on a lost connection it is told that all tiers are cleared."""
         self._path, self._name, self._on_events = path, name, on_events
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-copy")
+        self._threads = ThreadPoolExecutor(
+            num_threads or (2 if _num_processors() > 4 else 1), thread_name_prefix="kv-copy"
+        )
         self._max_offered_bytes = max_offered_bytes
         self._offered_bytes = 0
         self._connection: Connection | None = None
@@ -123,16 +129,18 @@ class StoreClient:
         """Copy the chain's blocks into these buffers; how many, from the first on, arrived whole. `on_arrived` is told
         of progress."""
         deadline = time.monotonic() + timeout_s
-        pieces = pieces_of(chain)
+        pieces = iter(pieces_of(chain))
+        under_way: deque[tuple[Piece, asyncio.Task[int]]] = deque()
         loaded = 0
-        coming = self._lease_soon(pieces[0], deadline) if pieces else None
         try:
-            for number, piece in enumerate(pieces):
-                assert coming is not None
-                leased = await coming
-                coming = self._lease_soon(pieces[number + 1], deadline) if number + 1 < len(pieces) else None
-                views = into[piece.first - chain.first :][: piece.num_blocks]
-                arrived = await self._take(piece, leased, views)
+            while True:
+                for piece in islice(pieces, _PIECES_AT_ONCE - len(under_way)):
+                    views = into[piece.first - chain.first :][: piece.num_blocks]
+                    under_way.append((piece, asyncio.create_task(self._load(piece, views, deadline))))
+                if not under_way:
+                    break
+                arrived = await under_way[0][1]
+                piece, _ = under_way.popleft()
                 loaded += arrived
                 if on_arrived is not None and arrived:
                     on_arrived(loaded)
@@ -141,8 +149,7 @@ class StoreClient:
         except StoreError as error:
             self._note(error)
         finally:
-            if coming is not None:
-                self._let_go(coming)
+            await _called_off([task for _, task in under_way])
         return loaded
 
     async def offer(self, chain: Piece, payloads: Sequence[memoryview]) -> int:
@@ -154,8 +161,7 @@ class StoreClient:
         self._offered_bytes += num_bytes
         stored = 0
         try:
-            for piece in pieces_of(chain):
-                stored += await self._give(piece, payloads[piece.first - chain.first :][: piece.num_blocks])
+            stored = await self._give_all(chain, payloads)
         except StoreError as error:
             self._note(error)
         finally:
@@ -193,39 +199,40 @@ class StoreClient:
 
     # Inside: loading
 
-    def _lease_soon(self, piece: Piece, deadline: float) -> "asyncio.Task[wire.Leased]":
+    async def _load(self, piece: Piece, into: Sequence[memoryview], deadline: float) -> int:
+        """Copy and check; only what was checked while the lease still held counts."""
         timeout_s = max(0.0, deadline - time.monotonic())
         if self.num_in_host(piece.ids) == piece.num_blocks:
             timeout_s = 0.0
-        request = wire.Lease(0, _chain(piece), timeout_s)
-        return asyncio.create_task(self._ask(request, wire.Leased, timeout_s))
-
-    def _let_go(self, coming: "asyncio.Task[wire.Leased]") -> None:
-        """A lease that was asked for and is not needed: if it has come, it is ended."""
-        if not coming.cancel() and not coming.cancelled() and coming.exception() is None:
-            self._tell(wire.Release(0, coming.result().ticket, []))
-
-    async def _take(self, piece: Piece, leased: wire.Leased, into: Sequence[memoryview]) -> int:
-        """Copy and check; only what was checked while the lease still held counts."""
-        pool = self._open_pool()
+        leased = await self._ask(wire.Lease(0, _chain(piece), timeout_s), wire.Leased, timeout_s)
+        pool, size = self._open_pool(), piece.family.payload_bytes
+        places = [pool.view(offset, size) for offset in leased.offsets]
         started = time.monotonic()
-        arrived, damaged = 0, list[int]()
         try:
-            if leased.slots:
-                size = piece.family.payload_bytes
-                places = [pool.view(offset, size) for offset in leased.offsets]
-                arrived = await self._on_thread(partial(_copy_out, piece.ids, places, leased.checksums, into))
-                damaged = leased.slots[arrived : arrived + 1]
-                self.num_damaged += len(damaged)
+            arrived = await self._on_thread(partial(_copy_out, piece.ids, places, leased.checksums, into))
         except asyncio.CancelledError:
             self._tell(wire.Release(0, leased.ticket, []))
             raise
         took_ms = (time.monotonic() - started) * 1e3
-        request = wire.Release(0, leased.ticket, damaged, arrived * piece.family.payload_bytes, took_ms)
-        released = await self._ask(request, wire.Released)
+        damaged = leased.slots[arrived : arrived + 1]
+        self.num_damaged += len(damaged)
+        released = await self._ask(wire.Release(0, leased.ticket, damaged, arrived * size, took_ms), wire.Released)
         return arrived if released.valid else 0
 
     # Inside: storing
+
+    async def _give_all(self, chain: Piece, payloads: Sequence[memoryview]) -> int:
+        turns = asyncio.Semaphore(_PIECES_AT_ONCE)
+
+        async def give(piece: Piece) -> int:
+            async with turns:
+                return await self._give(piece, payloads[piece.first - chain.first :][: piece.num_blocks])
+
+        giving = [asyncio.create_task(give(piece)) for piece in pieces_of(chain)]
+        try:
+            return sum(await asyncio.gather(*giving))
+        finally:
+            await _called_off(giving)
 
     async def _give(self, piece: Piece, payloads: Sequence[memoryview]) -> int:
         reserved = await self._ask(wire.Reserve(0, _chain(piece)), wire.Reserved)
@@ -312,11 +319,14 @@ class StoreClient:
             pool.close()
 
 
+def _num_processors() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 def _copy_out(ids: bytes, places: Sequence[memoryview], checksums: Sequence[int], into: Sequence[memoryview]) -> int:
     """How many were whole, up to the first that was not."""
     for number, (place, expected, view) in enumerate(zip(places, checksums, into, strict=False)):
-        copy(view, place)
-        if checksum(ids[16 * number : 16 * number + 16], view) != expected:
+        if copy_summed(view, place, ids[16 * number : 16 * number + 16]) != expected:
             return number
     return len(places)
 
@@ -326,9 +336,15 @@ def _copy_in(ids: bytes, places: Sequence[memoryview | None], payloads: Sequence
     sums = [0] * len(places)
     for number, (place, payload) in enumerate(zip(places, payloads, strict=True)):
         if place is not None:
-            copy(place, payload)
-            sums[number] = checksum(ids[16 * number : 16 * number + 16], payload)
+            sums[number] = copy_summed(place, payload, ids[16 * number : 16 * number + 16])
     return sums
+
+
+async def _called_off(tasks: "Sequence[asyncio.Task[int]]") -> None:
+    """On return none of them uses a buffer any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _chain(piece: Piece) -> wire.Chain:
