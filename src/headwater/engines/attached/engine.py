@@ -164,8 +164,8 @@ class AttachedEngine(ExternalEngine):
 
     def load(self) -> LoadReport:
         said, totals = self._said, self.totals
-        own_running = sum(1 for stream in self.open.values() if stream.num_generated)
-        running = max(own_running, said.num_running if said is not None else 0)
+        # What is sent counts as running as far as the server's slots go.
+        running = max(min(len(self.open), self.config.max_num_seqs), said.num_running if said is not None else 0)
         waiting = max(len(self.open) - running, said.num_waiting if said is not None else 0, 0)
         usage = said.kv_usage if said is not None else 0.0
         return LoadReport(
