@@ -1,6 +1,5 @@
 """Hand-offs between mockers: real scheduler, real planes, real transfer of the few bytes that stand for their KV."""
 
-import asyncio
 import json
 from pathlib import Path
 

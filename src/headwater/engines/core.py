@@ -135,8 +135,8 @@ class EngineCore:
     def arrived(self, stream: int, num_blocks: int) -> None:
         self._scheduler.exchange.arrived(stream, num_blocks)
 
-    def loaded(self, stream: int, num_blocks: int) -> None:
-        self._scheduler.exchange.loaded(stream, num_blocks)
+    def loaded(self, stream: int, num_blocks: int, *, cached: bool = True) -> None:
+        self._scheduler.exchange.loaded(stream, num_blocks, cached=cached)
 
     def prefilled(self, stream: int, first: FirstToken) -> None:
         self._scheduler.prefilled(stream, first)

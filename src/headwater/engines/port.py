@@ -62,9 +62,9 @@ class CorePort:
     def arrived(self, stream: int, num_blocks: int) -> None:
         self._do(lambda core: core.arrived(stream, num_blocks))
 
-    def loaded(self, stream: int, num_blocks: int) -> None:
+    def loaded(self, stream: int, num_blocks: int, *, cached: bool = True) -> None:
         self._loaders.pop(stream, None)
-        self._do(lambda core: core.loaded(stream, num_blocks))
+        self._do(lambda core: core.loaded(stream, num_blocks, cached=cached))
         self._do(lambda core: core.stopped(stream))
 
     def prefilled(self, stream: int, first: FirstToken) -> None:

@@ -212,7 +212,7 @@ class DecodeSide:
             reason,
             extra={"request_id": handoff.request.request_id},
         )
-        self._port.loaded(stream, num_blocks)
+        self._port.loaded(stream, num_blocks, cached=False)
 
     def _expected_ms(self, where: RemotePrefill, num_tokens: int) -> float:
         if where.expected_ms > 0:

@@ -56,15 +56,16 @@ class Exchange:
         if num_blocks > first:
             self._roster.leaders.stop(entry)
             entry.num_computed_tokens = num_blocks * self._block_size
-            self._note_cached(entry, entry.num_computed_tokens)
             self._commit(entry, first)
             self._roster.leaders.lead(entry)
 
-    def loaded(self, stream: int, num_blocks: int) -> None:
-        """So many have arrived, and no more will: the rest is computed here."""
+    def loaded(self, stream: int, num_blocks: int, *, cached: bool = True) -> None:
+        """So many have arrived, and no more will: the rest is computed here. `cached`: they come out of a cache."""
         self.arrived(stream, num_blocks)
         entry = self._loading(stream)
         if entry is not None:
+            if cached:
+                self._note_cached(entry, entry.num_computed_tokens)
             self._roster.prefill(entry)
 
     def prefilled(self, stream: int, num_cached_tokens: int) -> Entry | None:
