@@ -174,7 +174,8 @@ class LocalSupervisor:
     def _tell(self, news: Restarting | GaveUp | Rolled | Stopping) -> None:
         match news:
             case Restarting(part, reason, delay_s):
-                self._close_listeners(part)
+                if delay_s:
+                    self._close_listeners(part)
                 self._observer.on_restarting(part, reason, delay_s)
             case GaveUp(part, reason):
                 self._close_listeners(part)
