@@ -64,8 +64,9 @@ class StoreClient:
         num_threads: int = 0,
         max_offered_bytes: int = 256 << 20,
     ) -> None:
-        """`num_threads` copy; 0: one, or two where there are processors to spare. `on_events` is told, on the event loop, what is resident in the node's tiers, and all of it again after a
-        reconnection; on a lost connection it is told that all tiers are cleared."""
+        """`num_threads` copy; 0: one, or two where there are processors to spare. `on_events` is told, on the event
+        loop, what is resident in the node's tiers, and all of it again after a reconnection; on a lost connection it is
+        told that all tiers are cleared."""
         self._path, self._name, self._on_events = path, name, on_events
         self._threads = ThreadPoolExecutor(
             num_threads or (2 if _num_processors() > 4 else 1), thread_name_prefix="kv-copy"

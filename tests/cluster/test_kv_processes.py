@@ -1,0 +1,133 @@
+"""A node's store and its workers as processes: workers killed in the middle of writes, the command line, the agent."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from headwater.kv.block import ROOT
+from headwater.kv.node.agent import StoreAgent
+from headwater.kv.node.store import Piece
+from kv_fixtures import buffers, chain, family_of, payload_of
+
+SIZE = 64 << 10
+CHILD = Path(__file__).parent.parent / "kv_worker_child.py"
+
+
+@contextmanager
+def store(folder: Path, *flags: str) -> Iterator[Path]:
+    path = folder / "kv.sock"
+    command = [sys.executable, "-m", "headwater", "kv", "serve", "--socket", str(path), "--min-block", "4KiB", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "KV store at" in process.stdout.readline()
+        try:
+            yield path
+        finally:
+            process.terminate()
+            assert process.wait(20) == 0
+            assert not path.exists()
+
+
+def ask(path: Path, *words: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "headwater", "kv", words[0], "--socket", str(path), *words[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+def worker(path: Path, number: int, seconds: float) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, str(CHILD), str(path), str(SIZE), str(number), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+def test_workers_killed_in_the_middle_harm_nobody(tmp_path: Path) -> None:
+    moment = random.Random(5)
+    with store(tmp_path, "--host", "8MiB") as path:
+        steady = worker(path, 100, 3.0)
+        for number in range(4):
+            with worker(path, number, 60.0) as victim:
+                assert victim.stdout is not None
+                assert victim.stdout.readline() == b"working\n"
+                time.sleep(moment.uniform(0.0, 0.1))
+                victim.send_signal(signal.SIGKILL)
+        with steady:
+            assert steady.wait(60) == 0
+        deadline = time.monotonic() + 5.0
+        while True:
+            status = json.loads(ask(path, "stat", "--json")[1])
+            host = status["tiers"][0]
+            if host["used_bytes"] == host["num_blocks"] * SIZE or time.monotonic() > deadline:
+                break
+        assert host["used_bytes"] == host["num_blocks"] * SIZE, "what the dead had reserved is free again"
+        assert host["num_damaged"] == 0
+        code, text = ask(path, "verify")
+        assert (code, " 0 damaged" in text) == (0, True), text
+
+
+def test_the_operators_verbs(tmp_path: Path) -> None:
+    with store(tmp_path, "--host", "16MiB", "--disk", f"{tmp_path}/tier:32MiB", "--admission", "all") as path:
+        ids = chain("a", 10)
+        run = Piece(family_of(SIZE, "acme"), b"".join(ids), 0, ROOT)
+        with StoreAgent(path, "test") as agent:
+            assert agent.offer(run, [memoryview(payload_of(one, SIZE)) for one in ids]).result(10) == 10
+            deadline = time.monotonic() + 10.0
+            while len(json.loads(ask(path, "ls", "--json")[1])) < 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+        rows = {row["tier"]: row for row in json.loads(ask(path, "ls", "--json")[1])}
+        assert {tier: (row["tenant"], row["num_blocks"]) for tier, row in rows.items()} == {
+            "host": ("acme", 10),
+            "disk": ("acme", 10),
+        }
+        blocks = json.loads(ask(path, "ls", "--tier", "disk", "--limit", "7", "--json")[1])
+        assert [block["id"] for block in blocks] == [one.hex() for one in ids[:7]]
+        assert json.loads(ask(path, "verify", "--json")[1])["disk"] == {"checked": 10, "damaged": 0}
+        assert ask(path, "clear", "--tenant", "nobody") == (0, "0 blocks forgotten\n")
+        assert ask(path, "clear", "--tenant", "acme") == (0, "20 blocks forgotten\n")
+        assert "acme" not in ask(path, "ls")[1]
+        code, text = ask(path, "serve", "--host", "1MiB")
+        assert code == 2
+        assert "another store serves" in text
+    code, text = ask(path, "stat")
+    assert code == 1
+    assert "no KV store answers" in text
+
+
+def test_a_restart_is_warm_from_disk(tmp_path: Path) -> None:
+    flags = ("--host", "16MiB", "--disk", f"{tmp_path}/tier:32MiB", "--admission", "all")
+    ids = chain("a", 20)
+    run = Piece(family_of(SIZE), b"".join(ids), 0, ROOT)
+    with store(tmp_path, *flags) as path, StoreAgent(path, "test") as agent:
+        assert agent.offer(run, [memoryview(payload_of(one, SIZE)) for one in ids]).result(10) == 20
+        deadline = time.monotonic() + 10.0
+        while len(json.loads(ask(path, "ls", "--json")[1])) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    with store(tmp_path, *flags) as path, StoreAgent(path, "test") as agent:
+        assert [(found.tier, found.num_blocks) for found in agent.match(run, timeout_s=5.0)] == [("disk", 20)]
+        assert ask(path, "warm") == (0, "20 blocks brought from disk to the host tier\n")
+        assert agent.num_in_host(run.ids) == 20
+        into = buffers(20, SIZE)
+        assert agent.load(run, into, timeout_s=5.0).result(10) == 20
+        assert into == [payload_of(one, SIZE) for one in ids]
+
+
+def test_an_agent_without_a_store_finds_nothing_and_fails_nobody(tmp_path: Path) -> None:
+    run = Piece(family_of(SIZE), b"".join(chain("a", 2)), 0, ROOT)
+    with StoreAgent(tmp_path / "kv.sock", "test", patience_s=0.0) as agent:
+        assert agent.match(run) == []
+        assert agent.load(run, buffers(2, SIZE), timeout_s=0.1).result(5) == 0
+        assert agent.offer(run, buffers(2, SIZE)).result(5) == 0
+    agent.close()
+
+
+@pytest.mark.parametrize("flag", ["--host=lots", "--disk=/only/a/path", "--share=acme", "--share=a=2"])
+def test_bad_settings_are_refused_by_name(tmp_path: Path, flag: str) -> None:
+    code, text = ask(tmp_path / "kv.sock", "serve", flag)
+    assert code == 2
+    assert "error" in text
