@@ -49,7 +49,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attach_as: Annotated[Literal["auto", "vllm", "openai"], _doc("What kind of server that is.")] = "auto"
     attach_api_key: Annotated[tuple[Secret, ...], _doc("Keys for those servers, in their order.")] = ()
     engine_args: Annotated[tuple[str, ...], _doc("Words for the engine's own command line (vllm), as they are.")] = ()
-    engine_args: Annotated[tuple[str, ...], _doc("Words for the engine's own command line (vllm), as they are.")] = ()
     weights_cache: Annotated[str | None, _doc("Folder of prepared weights; none: the user's cache folder.")] = None
     mocker_speedup: Annotated[NonNegative, _doc("Mocker: how much faster than modelled; 0 means infinitely.")] = 1.0
     mocker_prefill_ms_per_token: Annotated[NonNegative, _doc("Mocker: prefill cost.")] = 0.05
@@ -174,6 +173,12 @@ class DisaggConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disagg_threshold: Annotated[Count, _doc("With threshold: tokens left to compute from which on a prompt goes.")] = (
         512
     )
+    plan_ttft: Annotated[Seconds, _doc("Adaptive roles: objective for the time to the first token; 0: none.")] = 0.0
+    plan_tpot: Annotated[Seconds, _doc("Adaptive roles: objective for the time per output token; 0: none.")] = 0.0
+    plan_interval: Annotated[Seconds, _doc("Adaptive roles: time between looks at the traffic.")] = 5.0
+    transfer_gb_per_s: Annotated[
+        float, msgspec.Meta(gt=0, description="Believed speed of KV between workers, in GB/s, for prices.")
+    ] = 10.0
     transfer_backends: Annotated[
         tuple[str, ...], _doc("Ways to move KV blocks, the best first; none: all there are (shm, cma, ..., tcp).")
     ] = ()

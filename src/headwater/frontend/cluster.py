@@ -20,7 +20,7 @@ from headwater.frontend.models import ModelSet
 from headwater.frontend.vigil import Vigil, VigilLimits
 from headwater.protocol.cluster import Instance
 from headwater.protocol.events import EventBatch, EventSnapshot, LoadReport
-from headwater.protocol.frames import Drain, StepFrame
+from headwater.protocol.frames import Drain, SetRole, StepFrame
 from headwater.router.view import ClusterView
 from headwater.runtime.events.base import EventSubscriber
 from headwater.runtime.registry.base import (
@@ -33,6 +33,7 @@ from headwater.runtime.registry.base import (
     RegistryEvent,
     Synced,
 )
+from headwater.types import Role
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,12 @@ class Cluster:
         self._connections.clear()
         self._retired.clear()
         await self._models.close()
+
+    def tell_role(self, worker_id: str, role: Role) -> None:
+        """An adaptive worker is to change its role; the registry tells when it has."""
+        connection = self._connections.get(worker_id)
+        if connection is not None and connection.connected:
+            connection.send(SetRole(role))
 
     def connection(self, worker_id: str) -> WorkerConnection | None:
         return self._connections.get(worker_id)

@@ -51,7 +51,7 @@ class PlanningSettings:
 
 
 class Planning:
-    """Runs until cancelled."""
+    """One per frontend; `start`, then `close`."""
 
     def __init__(
         self, view: ClusterView, log: DecisionLog, clock: Clock, tell: TellRole, settings: PlanningSettings
@@ -64,20 +64,32 @@ class Planning:
         self._tell = tell
         self._settings = settings
         self._executor: Executor | None = None
+        self._task: asyncio.Task[None] | None = None
 
     def is_loose(self, fingerprint: str) -> bool:
         """Whether requests for a model may leave its plan."""
         kept = self.plans.get(fingerprint)
         return kept is not None and kept.planner.plan.loose
 
-    async def run(self) -> None:
-        try:
-            while True:
-                await asyncio.sleep(self._settings.planner.interval_ms / 1000)
-                for fingerprint, workers in self._adaptive().items():
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="planning of roles")
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._end_process()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.planner.interval_ms / 1000)
+            for fingerprint, workers in self._adaptive().items():
+                try:
                     await self._plan(fingerprint, workers)
-        finally:
-            self._close()
+                except Exception:  # border of the task: serving goes on with the roles there are
+                    logger.exception("no plan of roles was made; roles stay")
+                    self._end_process()
 
     def _adaptive(self) -> dict[str, list[WorkerView]]:
         """Workers of each model that has adaptive ones, if this frontend is the one to plan."""
@@ -136,7 +148,7 @@ class Planning:
             kept.planner, decision = await asyncio.wait_for(deciding, _DECIDE_TIMEOUT_S)
         except (TimeoutError, BrokenProcessPool) as error:
             logger.warning("no plan of roles was made (%s); roles stay", error or type(error).__name__)
-            self._close()
+            self._end_process()
             return
         kept.last = decision
         if decision.scores:
@@ -158,7 +170,7 @@ class Planning:
             self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=os.nice, initargs=(_NICE,))
         return self._executor
 
-    def _close(self) -> None:
+    def _end_process(self) -> None:
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)

@@ -35,10 +35,12 @@ from headwater.frontend.http.tls import Tls
 from headwater.frontend.metrics import FrontendMetrics, MetricsPage
 from headwater.frontend.models import ModelSet
 from headwater.frontend.openai.serving import RelayedModel, ServedModel, build_model, openai_routes
+from headwater.frontend.plan_pages import PlanPages
+from headwater.frontend.planning import Planning
 from headwater.frontend.records import OpenRequests
 from headwater.frontend.request_log import RequestLog
 from headwater.frontend.routes import Route
-from headwater.frontend.routing import build_router, dispatch_limits, vigil_limits
+from headwater.frontend.routing import build_router, dispatch_limits, planning_settings, vigil_limits
 from headwater.frontend.tenants.admission import TenantAdmission, usage_of
 from headwater.frontend.tenants.tenancy import Tenancy, check_public
 from headwater.runtime.endpoints import is_loopback
@@ -105,6 +107,14 @@ class Frontend:
             self.dispatcher,
             vigil_limits(config.faults),
         )
+        self.planning = Planning(
+            self.view,
+            self.dispatcher.decisions,
+            self._clock,
+            self.cluster.tell_role,
+            planning_settings(config.disaggregation),
+        )
+        self.dispatcher.prefills.is_loose = self.planning.is_loose
         routes = [*self._admin_routes(frontend_id, metrics), *self._api_routes()]
         self.application = Application(
             routes,
@@ -133,7 +143,8 @@ class Frontend:
         )
         page = MetricsPage(metrics, self.view, lambda: self.server.num_connections, self.tenancy.meter)
         decisions = DecisionPages(self.dispatcher.decisions, frontend_id)
-        return [*AdminPages(state, self.cluster, self.models, self.view, page).routes(), *decisions.routes()]
+        pages = (AdminPages(state, self.cluster, self.models, self.view, page), decisions, PlanPages(self.planning))
+        return [route for page in pages for route in page.routes()]
 
     def _api_routes(self) -> list[Route]:
         offered = openai_routes(self.models, self.dispatcher, self._config.frontend, self._clock)
@@ -156,22 +167,25 @@ class Frontend:
         frontend = self._config.frontend
         self.tenancy.start()
         if listen_fds:
-            self.cluster.start()
+            self._follow()
             await self._look_around()
             return await self.server.start_on([socket.socket(fileno=fd) for fd in listen_fds])
         try:
             port = await self.server.start(frontend.host, frontend.port, reuse_port=share_port)
         except OSError as error:
             raise _cannot_listen(frontend, error) from error
-        self.cluster.start()
+        self._follow()
         return port
+
+    def _follow(self) -> None:
+        self.cluster.start()
+        self.planning.start()
 
     async def _look_around(self) -> None:
         """Until all workers that are ready are connected and their models can be served; not for ever."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_AROUND_S):
-                while not self._knows_its_way():
-                    await asyncio.sleep(_LOOK_S)
+        deadline = self._clock.now() + _LOOK_AROUND_S
+        while not self._knows_its_way() and self._clock.now() < deadline:
+            await asyncio.sleep(_LOOK_S)
 
     def _knows_its_way(self) -> bool:
         workers = [worker for worker in self.view.workers if worker.instance.state == "ready"]
@@ -181,6 +195,7 @@ class Frontend:
         """Accept nothing more, let what came end, leave. True when all ended in time."""
         self.application.draining = True
         complete = await self.server.stop(timeout_s)
+        await self.planning.close()
         await self.cluster.close()
         await self._subscriber.close()
         await self.tenancy.close()

@@ -4,12 +4,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import cast, get_args
 
-from headwater.config.schema import FaultsConfig, RouterConfig, ServeConfig
+from headwater.config.schema import DisaggConfig, FaultsConfig, RouterConfig, ServeConfig
 from headwater.errors import ConfigError
 from headwater.frontend.dispatcher import DispatchLimits
 from headwater.frontend.moves import MoveLimits
+from headwater.frontend.planning import PlanningSettings
 from headwater.frontend.policies import load_policy
 from headwater.frontend.vigil import VigilLimits
+from headwater.planner.decide import PlannerSettings
+from headwater.planner.objective import Objective
 from headwater.router.affinity import SessionAffinity
 from headwater.router.disagg import DisaggSettings
 from headwater.router.policy import PolicySettings
@@ -17,6 +20,9 @@ from headwater.router.queue import PriorityClass, QueueLimits
 from headwater.router.router import Router
 from headwater.router.view import ClusterView
 
+_BYTES_PER_MS = 1e6
+"""Of a GB/s."""
+_LEAST_INTERVAL_MS = 200.0
 _SEQUENCES_PER_REQUEST = 8
 """Sequences may be open that many times the limit of concurrent requests (n > 1, lists of prompts)."""
 
@@ -35,8 +41,18 @@ def dispatch_limits(config: ServeConfig, tenant_weights: Mapping[str, float]) ->
         queue=queue_limits(config.router, tenant_weights),
         moves=MoveLimits(config.faults.migration_limit, config.faults.migration_timeout),
         max_streams=config.frontend.max_concurrent_requests * _SEQUENCES_PER_REQUEST,
-        disagg=DisaggSettings(config.disaggregation.disagg, config.disaggregation.disagg_threshold),
+        disagg=_disagg_settings(config.disaggregation),
     )
+
+
+def _disagg_settings(config: DisaggConfig) -> DisaggSettings:
+    return DisaggSettings(config.disagg, config.disagg_threshold, config.transfer_gb_per_s * _BYTES_PER_MS)
+
+
+def planning_settings(config: DisaggConfig) -> PlanningSettings:
+    objective = Objective(config.plan_ttft * 1000 or math.inf, config.plan_tpot * 1000 or math.inf)
+    planner = PlannerSettings(objective=objective, interval_ms=max(_LEAST_INTERVAL_MS, config.plan_interval * 1000))
+    return PlanningSettings(planner, config.transfer_gb_per_s * _BYTES_PER_MS)
 
 
 def vigil_limits(config: FaultsConfig) -> VigilLimits:
