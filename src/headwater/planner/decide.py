@@ -49,7 +49,7 @@ class PlannerSettings:
     max_horizon_ms: float = 400_000.0
     lives: float = 2.5
     """Of a request, that a sample lasts at least."""
-    max_jobs: int = 900
+    max_jobs: int = 640
     """Of a sample."""
     min_jobs: int = 240
     hysteresis: float = 0.03

@@ -11,7 +11,7 @@ from headwater.planner.whatif import FastCluster, Job
 _JUDGED_FROM = 0.5
 """The part of a sample that only fills the cluster."""
 _SCREENING_JOBS = 300
-_SCREENED = 4
+_SCREENED = 3
 _PATIENCE = 1.0
 """How long after the last arrival a run goes on, in lengths of the sample: plans that pile up work are cut there."""
 
@@ -61,7 +61,7 @@ def screen(
     scores = means(evaluate_each(pool, plans, [short], objective))
     by_time = sorted(plans, key=lambda plan: scores[plan].e2e_ms)
     by_share = sorted(by_time, key=lambda plan: -scores[plan].secured) if objective.given else by_time
-    return list(dict.fromkeys([*keep, *by_share[:_SCREENED], *by_time[: _SCREENED // 2]]))
+    return list(dict.fromkeys([*keep, *by_share[:_SCREENED], *by_time[:1]]))
 
 
 def best_of(scores: dict[RolePlan, Score], objective: Objective, tie: float) -> RolePlan:
