@@ -117,6 +117,23 @@ def test_timings_of_a_report_are_bounded() -> None:
     asyncio.run(check())
 
 
+def test_who_joins_late_is_told_of_steps_with_and_without_prefill() -> None:
+    async def check() -> None:
+        reporter = LoadReporter(lambda _: None)
+        assert reporter.recall() == []
+        prefill = LoadReport(1, 0, 0, 10, 9, timings=[StepTiming(64, 2080, 0, 0, 500.0)])
+        for one in (prefill, *[report(number, float(number)) for number in range(2000)]):
+            reporter.offer(one)
+        (recalled,) = reporter.recall()
+        durations = [timing.duration_ms for timing in recalled.timings]
+        assert 500.0 in durations, "decodes do not crowd out prefills"
+        assert 1999.0 in durations
+        assert len(durations) <= MAX_TIMINGS
+        reporter.close()
+
+    asyncio.run(check())
+
+
 BIG = bytes(range(256)) * (MAX_CHUNK_BYTES // 256 + 10)
 
 

@@ -55,6 +55,10 @@ class StepModel:
         if len(self._first) >= NUM_FIRST:
             self._first = None
 
+    def assume(self) -> None:
+        """Answer by what is expected, level included, until the first sample."""
+        believe(self._fit, (), self.expected)
+
     def believe(self, samples: Iterable[tuple[StepShape, float]], weight: float) -> None:
         """Prior knowledge as expected durations, level included, together worth `weight` samples."""
         self._first = None
@@ -117,6 +121,12 @@ class PerfModel:
         model = self._steps.get(hardware)
         if model is None:
             model = self._steps[hardware] = StepModel()
+        return model
+
+    def expect(self, hardware: str, expected: StepPredictor) -> StepModel:
+        """Say what is thought of a class before any of its steps were measured; it is believed until then."""
+        model = self._steps[hardware] = StepModel(expected)
+        model.assume()
         return model
 
     def peers(self, hardware: str) -> Peers:

@@ -48,13 +48,10 @@ USUAL = LinearSteps((0.0, 10.0, 0.02, 1e-6, 6.0, 0.05, 5e-5))
 
 
 def believe(fit: NonNegativeFit, first: Sequence[tuple[StepShape, float]], expected: StepPredictor) -> None:
-    """Give a new fit the prior that its first samples leave, and those of them that are of the same level."""
-    ratios = [
-        (duration_ms / usual, shape, duration_ms) for shape, duration_ms in first if (usual := expected.step_ms(shape))
-    ]
-    if not ratios:
-        return
-    level = median([ratio for ratio, _, _ in ratios])
+    """Give a new fit the prior that its first samples leave, and those of them that are of the same level. Without
+    samples, the level is the expected one."""
+    ratios = [duration_ms / usual for shape, duration_ms in first if (usual := expected.step_ms(shape))]
+    level = median(ratios) if ratios else 1.0
     for shape in _SHAPES:
         fit.observe_prior(shape.features(), level * expected.step_ms(shape), _WEIGHT / len(_SHAPES))
     for shape, duration_ms in first:

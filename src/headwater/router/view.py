@@ -11,8 +11,11 @@ its worker was lost, also if the worker comes back.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from headwater.kv.index import block_keys
 from headwater.perf.model import PerfModel, StepModel
+from headwater.perf.named import expected_steps
 from headwater.protocol.cluster import Instance
 from headwater.protocol.events import EventSnapshot, LoadReport, WorkerEvent
 from headwater.router.foreign import Both, Foreign, foreign_work
@@ -25,6 +28,7 @@ _INITIAL_TYPICAL_OUTPUT = 128.0
 _TYPICAL_OUTPUT_WEIGHT = 0.05
 """Of the newest length in the running mean."""
 _TIMINGS_PER_REPORT = 2
+_TIMINGS_PER_SNAPSHOT = 256
 _WELL_KNOWN_SAMPLES = 1000.0
 _WELL_KNOWN_STRIDE = 8
 
@@ -178,10 +182,11 @@ class ClusterView:
         """A worker is there, or its record changed."""
         known = self._workers.get(instance.worker_id)
         if known is None:
-            self._workers[instance.worker_id] = WorkerView(instance, costs=self._costs.get(time_class(instance)))
+            known = self._workers[instance.worker_id] = WorkerView(instance)
             self.residency.add_worker(instance.worker_id)
         else:
             known.instance = instance
+        self._expect_times(known)
         self._eligible.clear()
 
     def remove(self, worker_id: str) -> None:
@@ -216,7 +221,8 @@ class ClusterView:
             if self.tracks_residency:
                 self.residency.rebuild(snapshot.worker_id, snapshot.stored)
             if snapshot.load is not None:
-                self.report(snapshot.worker_id, snapshot.load)
+                self._learn_past(self._workers[snapshot.worker_id], snapshot.load)
+                self.report(snapshot.worker_id, msgspec.structs.replace(snapshot.load, timings=[]))
 
     def look_up(self, request: RouteRequest) -> None:
         """Fill in which workers hold the request's prefix, and how long its answer may be."""
@@ -336,7 +342,30 @@ class ClusterView:
             worker.booked_prefill_pairs - booking.prefill_pairs if worker.num_prefilling else 0.0
         )
 
-    def _learn_times(self, worker: WorkerView, load: LoadReport) -> None:
+    def _expect_times(self, worker: WorkerView) -> None:
+        """What its class is known or expected to take."""
+        instance, card = worker.instance, worker.instance.card
+        hardware = time_class(instance)
+        if hardware not in self._costs and (
+            expected := expected_steps(
+                instance.hardware,
+                num_parameters=card.num_parameters,
+                kv_layout=card.kv_layout,
+                dtype=card.dtype,
+                kv_bytes_per_token=card.kv_bytes_per_token,
+            )
+        ):
+            self.set_costs(hardware, self.perf.expect(hardware, expected), instance.max_num_batched_tokens)
+        costs = self._costs.get(hardware)
+        if worker.costs is not costs:
+            worker.costs, worker.occupied = costs, None
+
+    def _learn_past(self, worker: WorkerView, load: LoadReport) -> None:
+        """A snapshot comes with many steps: what a frontend that joins a running cluster has missed."""
+        if self.perf.steps(time_class(worker.instance)).num_samples < _WELL_KNOWN_SAMPLES:
+            self._learn_times(worker, load, most=_TIMINGS_PER_SNAPSHOT)
+
+    def _learn_times(self, worker: WorkerView, load: LoadReport, most: int = _TIMINGS_PER_REPORT) -> None:
         """A few steps of each report are enough, and fewer once the class is well known."""
         if not load.timings:
             return
@@ -345,7 +374,7 @@ class ClusterView:
         self._observations += 1
         if model.num_samples > _WELL_KNOWN_SAMPLES and self._observations % _WELL_KNOWN_STRIDE:
             return
-        for timing in load.timings[-_TIMINGS_PER_REPORT:]:
+        for timing in load.timings[-most:]:
             self.perf.observe_step(hardware, worker.worker_id, timing)
         model = self.perf.steps(hardware)
         self.set_costs(hardware, model, worker.instance.max_num_batched_tokens)

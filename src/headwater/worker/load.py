@@ -12,6 +12,8 @@ REPORT_INTERVAL_S = 0.05
 SHARED_INTERVAL_S = 0.02
 """When several frontends have to know of each other's requests."""
 MAX_TIMINGS = 256
+_MAX_REMEMBERED = 128
+"""Of steps with and of steps without prefill."""
 
 
 class LoadReporter:
@@ -23,12 +25,15 @@ class LoadReporter:
         self._newest: LoadReport | None = None
         self._sent: LoadReport | None = None
         self._timings: deque[StepTiming] = deque(maxlen=MAX_TIMINGS)
+        self._remembered = (deque[StepTiming](maxlen=_MAX_REMEMBERED), deque[StepTiming](maxlen=_MAX_REMEMBERED))
         self._last = -interval_s
         self._timer: asyncio.TimerHandle | None = None
 
     def offer(self, report: LoadReport) -> None:
         self._newest = report
         self._timings += report.timings
+        for timing in report.timings:
+            self._remembered[timing.num_prefill_tokens > 0].append(timing)
         if self._timer is not None:
             return
         loop = asyncio.get_running_loop()
@@ -42,6 +47,13 @@ class LoadReporter:
         """What goes with a report has changed: send the last one again, if no newer one is about to be sent."""
         if self._sent is not None and self._timer is None:
             self.offer(self._sent)
+
+    def recall(self) -> list[LoadReport]:
+        """The last report, if any, with what is remembered of steps so far: for those who join now."""
+        if self._sent is None:
+            return []
+        decodes, prefills = self._remembered
+        return [msgspec.structs.replace(self._sent, timings=[*decodes, *prefills])]
 
     def close(self) -> None:
         if self._timer is not None:

@@ -104,7 +104,7 @@ class WorkerShell:
     async def start(self, progress: ProgressSink) -> EngineInfo:
         """Load, register, be ready. Raises what the engine raises; `close` is to be called all the same."""
         request_address = await self._listener.listen(self._config.worker_id, self._on_frame, self._on_gone)
-        event_address = await self._publisher.open(self._config.worker_id, self._engine.resident_blocks)
+        event_address = await self._publisher.open(self._config.worker_id, self._snapshot)
         instance = self._starting(request_address, event_address)
         self._lease = await self._registry.register(instance)
         info = await self._engine.start(self, _without_ready(progress))
@@ -345,6 +345,10 @@ class WorkerShell:
         for peer, streams in self._streams.open_streams().items():
             self._abort(self._streams.take(peer, streams))
             self._listener.send(peer, StepFrame([_refusal(stream, error) for stream in streams]))
+
+    def _snapshot(self) -> list[WorkerEvent]:
+        """Everything a frontend needs to know that joins now."""
+        return [*self._engine.resident_blocks(), *self._load.recall()]
 
     # EngineListener
 
