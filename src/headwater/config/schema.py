@@ -135,7 +135,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the parts find and reach each other."""
 
-    registry: Annotated[str | None, _doc("`file:///folder`; none: a private folder of this cluster.")] = None
+    registry: Annotated[str | None, _doc("`file:///folder` or `etcd://host:2379`; none: a private folder.")] = None
     bind: Annotated[str, _doc("Address the planes listen on: `ipc` or a host address for tcp.")] = "ipc"
     cluster_key: Annotated[str | None, _doc("File of this process's CURVE keys and the members it lets in.")] = None
     insecure: Annotated[bool, _doc("Allow addresses that others can reach without keys, on a network you trust.")] = (

@@ -1,4 +1,6 @@
-"""From a URL to a registry: `memory://name`, `file:///folder`, and whatever `headwater.registries` entry points add.
+"""From a URL to a registry: memory, a folder, etcd, and whatever `headwater.registries` entry points add.
+
+    memory://name     file:///folder     etcd://host:2379,host2:2379/prefix     etcds://... (TLS; see `etcd`)
 
 An entry point is named after its scheme and loads a function from the URL to a `Registry`.
 """
@@ -43,7 +45,20 @@ def _open_file(parts: SplitResult) -> Registry:
     return FileRegistry(Path(path))
 
 
-_BUILT_IN: dict[str, Callable[[SplitResult], Registry]] = {"memory": _open_memory, "file": _open_file}
+def _open_etcd(parts: SplitResult) -> Registry:
+    try:
+        from headwater.runtime.registry.etcd import open_etcd
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"registry {parts.geturl()!r}: {error}", hint="pip install 'headwater[etcd]'") from error
+    return open_etcd(parts)
+
+
+_BUILT_IN: dict[str, Callable[[SplitResult], Registry]] = {
+    "memory": _open_memory,
+    "file": _open_file,
+    "etcd": _open_etcd,
+    "etcds": _open_etcd,
+}
 
 
 def _plugins() -> dict[str, EntryPoint]:
