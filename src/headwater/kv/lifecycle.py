@@ -300,7 +300,7 @@ class Ledger:
     # Reopening
 
     def recover(self, families: Sequence[Family]) -> int:
-        """Take over what a former life left in the table; how many records were of no use."""
+        """Take over what a former life left in the table, without telling events; how many records were of no use."""
         self.families = Families(families)
         useless = 0
         for slot, record in self.table.recover():
@@ -319,7 +319,6 @@ class Ledger:
             else:
                 self.families.charge(record.family, 1, slot_bytes_for(record.payload_bytes))
                 self._admit(slot, record)
-                self._journal.stored(record.block.id, record.block.parent)
         return useless
 
     # Looking

@@ -2,6 +2,7 @@
 tasks of the connection."""
 
 from collections.abc import Awaitable, Callable, Iterator
+from itertools import islice
 
 from headwater.clock import Clock
 from headwater.errors import ConfigError, InternalError, StoreError
@@ -15,11 +16,12 @@ from headwater.kv.resident import stored_runs
 from headwater.kv.stores.base import TierEvent, TierStore
 from headwater.kv.stores.disk import DiskTier
 from headwater.kv.stores.host import HostTier
+from headwater.kv.table import residents
 from headwater.protocol.events import BlocksCleared, BlocksStored
 
 _REFUSALS = {Refusal.PRESENT: wire.PRESENT, Refusal.BUSY: wire.BUSY, Refusal.FULL: wire.FULL}
 _MAX_TIMEOUT_S = 600.0
-_SNAPSHOT_EVENTS = 1000
+_SNAPSHOT_BLOCKS = 4096
 _MIB = 1 << 20
 
 
@@ -91,16 +93,17 @@ class Requests:
                 raise InternalError(f"nobody answers {type(request).__name__}")
 
     def residency(self) -> Iterator[list[TierEvent]]:
-        """Everything that is resident now, for one who begins to follow."""
-        for tier in self._store.tiers:
-            if not isinstance(tier, HostTier | DiskTier):
-                continue
-            records = ((record.block.id, record.block.parent) for _, record in tier.ledger.records())
-            runs = stored_runs((block_id, None if parent == ROOT else parent) for block_id, parent in records)
-            yield [BlocksCleared(tier.tier)]
-            for start in range(0, len(runs), _SNAPSHOT_EVENTS):
-                part = runs[start : start + _SNAPSHOT_EVENTS]
-                yield [BlocksStored(run.block_ids, run.parent, tier.tier) for run in part]
+        """Everything that is resident at the first step, for one who begins to follow, in parts of bounded size."""
+        snapshots = [
+            (tier.tier, tier.ledger.table.snapshot())
+            for tier in self._store.tiers
+            if isinstance(tier, HostTier | DiskTier)
+        ]
+        for name, snapshot in snapshots:
+            yield [BlocksCleared(name)]
+            blocks = ((block_id, None if parent == ROOT else parent) for block_id, parent in residents(snapshot))
+            while part := list(islice(blocks, _SNAPSHOT_BLOCKS)):
+                yield [BlocksStored(run.block_ids, run.parent, name) for run in stored_runs(part)]
 
     def _reserve(self, holder: int, request: wire.Reserve) -> wire.Answer:
         piece = _piece(request.chain)

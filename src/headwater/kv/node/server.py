@@ -10,14 +10,16 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from headwater.clock import Clock
 from headwater.errors import ConfigError, HeadwaterError, InternalError, Overloaded, ProtocolError
 from headwater.kv.node import wire
 from headwater.kv.node.requests import Requests
 from headwater.kv.node.store import NodeStore
+from headwater.kv.stores.base import TierEvent
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ _MAX_CONNECTIONS = 256
 _MAX_UNDER_WAY = 64
 _MAX_UNSENT_BYTES = 16 << 20
 _EVENTS_S = 0.05
+_EVENTS_PER_FRAME = 256
+_MAX_BACKLOG = 4096
 
 
 class Server:
@@ -84,29 +88,42 @@ class Server:
         """Pass events on, several to a frame."""
         while True:
             await asyncio.sleep(_EVENTS_S)
-            events = [event for tier in self.store.tiers for event in tier.drain_events()]
-            if not events:
-                continue
-            frame = wire.encode(wire.Events(0, events))
+            self.flush_events()
+
+    def flush_events(self) -> None:
+        events = [event for tier in self.store.tiers for event in tier.drain_events()]
+        for start in range(0, len(events), _EVENTS_PER_FRAME):
+            frame = wire.encode(wire.Events(0, events[start : start + _EVENTS_PER_FRAME]))
             for connection in list(self._connections.values()):
-                if connection.following:
-                    connection.send(frame)
+                connection.pass_on(frame)
 
 
 class _Connection(asyncio.Protocol):
     """One client."""
 
     def __init__(self, holder: int, client: socket.socket, server: Server) -> None:
-        self.holder, self.name, self.following = holder, "", False
+        self.holder, self.name = holder, ""
+        self._following = False
+        self._backlog: list[bytes] | None = None
+        """Events that wait until it has been told what was there before."""
         self._server = server
         self._client = client
         self._frames = wire.Frames()
         self._transport: asyncio.Transport | None = None
         self._under_way: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
+        self._writable = asyncio.Event()
+        self._writable.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(_MAX_UNSENT_BYTES // 4)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -131,9 +148,34 @@ class _Connection(asyncio.Protocol):
             return
         self._transport.write(frame)
 
+    def pass_on(self, frame: bytes) -> None:
+        """Events, for those who follow."""
+        if self._backlog is not None:
+            self._backlog.append(frame)
+            if len(self._backlog) > _MAX_BACKLOG:
+                logger.warning("client %s of the store follows too slowly: ending its connection", self.name)
+                self._abort()
+        elif self._following:
+            self.send(frame)
+
     async def close(self) -> None:
         self._abort()
         await self._ended.wait()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def _catch_up(self, residency: Iterator[list[TierEvent]]) -> None:
+        """What was there first, then what happened since."""
+        for events in residency:
+            self.send(wire.encode(wire.Events(0, events)))
+            await self._writable.wait()
+            await asyncio.sleep(0)
+        backlog, self._backlog = self._backlog or [], None
+        for frame in backlog:
+            self.send(frame)
 
     def _take(self, request: wire.Request) -> None:
         if isinstance(request, wire.Hello):
@@ -145,9 +187,7 @@ class _Connection(asyncio.Protocol):
         elif len(self._under_way) >= _MAX_UNDER_WAY:
             self._fail(request.serial, Overloaded(f"{_MAX_UNDER_WAY} requests of this client are under way"))
         else:
-            task = asyncio.create_task(self._answer(request))
-            self._under_way.add(task)
-            task.add_done_callback(self._under_way.discard)
+            self._begin(self._answer(request))
 
     async def _answer(self, request: wire.Request) -> None:
         try:
@@ -171,9 +211,9 @@ class _Connection(asyncio.Protocol):
         except OSError as error:
             raise ProtocolError(f"the greeting could not be sent: {error}") from None
         if hello.follow:
-            self.following = True
-            for events in self._server.requests.residency():
-                self.send(wire.encode(wire.Events(0, events)))
+            self._following, self._backlog = True, []
+            self._server.flush_events()
+            self._begin(self._catch_up(self._server.requests.residency()))
 
     def _fail(self, serial: int, error: HeadwaterError) -> None:
         self.send(wire.encode(wire.Failed(serial, error.code, error.message)))

@@ -1,0 +1,160 @@
+"""Metadata at scale, and caps under overload.
+
+    python bench/kv_scale.py --blocks 10000000          # look-ups and stores per second, bytes per block
+    python bench/kv_scale.py --overload 60              # seconds of writing ten times what the tiers hold
+
+The first keeps the table of a tier with so many blocks in memory, without payloads: 4 KiB each are only reckoned with.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from headwater.clock import RealClock
+from headwater.kv.admission import SecondUse
+from headwater.kv.block import ROOT, Block
+from headwater.kv.lifecycle import Ledger, Rules
+from headwater.kv.node.client import StoreClient
+from headwater.kv.node.prices import NodePrices
+from headwater.kv.node.server import Server
+from headwater.kv.node.store import NodeStore, Piece
+from headwater.kv.policies import make_policy
+from headwater.kv.shares import Shares
+from headwater.kv.space import Space, chunk_bytes_for
+from headwater.kv.stores.disk import DiskOptions, DiskTier
+from headwater.kv.stores.host import HostTier, TierOptions
+from headwater.kv.table import RECORD_BYTES, BlockTable, index_bytes
+from kv_fixtures import chain, family_of, payload_of
+
+BATCH = 128
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def metadata(num_blocks: int) -> None:
+    before = resident_bytes()
+    table = BlockTable(memoryview(bytearray(num_blocks * RECORD_BYTES)), memoryview(bytearray(index_bytes(num_blocks))))
+    shares = Shares()
+    space_bytes = num_blocks * 4096 + (64 << 20)
+    space = Space(space_bytes, chunk_bytes_for(space_bytes))
+    policy = make_policy("lru", num_blocks, shares.num_groups, lambda slot: 1.0)
+    ledger = Ledger("disk", table, space, policy, shares, Rules())
+    family = family_of(4096)
+    source = random.Random(1)
+    sample: list[bytes] = []
+    started = time.process_time()
+    for first in range(0, num_blocks, BATCH):
+        ids = source.randbytes(16 * min(BATCH, num_blocks - first))
+        blocks = [Block(ids[at : at + 16], ROOT, at // 16, 0) for at in range(0, len(ids), 16)]
+        ticket, slots = ledger.reserve(1, family, blocks, 0.0)
+        ledger.commit(1, ticket, {slot: 1 for slot in slots if isinstance(slot, int)}, 1)
+        if len(sample) < 20_000 and first % (BATCH * 4) == 0:
+            sample.append(ids[: 16 * 32])
+        if first % (BATCH * 32) == 0:
+            ledger.drain_events()
+    store_s = time.process_time() - started
+    ledger.drain_events()
+    used = resident_bytes() - before
+    assert table.num_blocks > 0.99 * num_blocks
+    started = time.process_time()
+    for ids in sample:
+        assert table.num_leading(ids) == 32
+    lookup_s = time.process_time() - started
+    misses = [source.randbytes(16 * 32) for _ in range(2000)]
+    missed = time.process_time()
+    for ids in misses:
+        assert table.num_leading(ids) == 0
+    miss_s = time.process_time() - missed
+    print(f"{table.num_blocks} blocks: {used / table.num_blocks:.0f} bytes of memory per block")
+    print(f"stored {table.num_blocks / store_s:,.0f} blocks/s")
+    print(f"found {len(sample) * 32 / lookup_s:,.0f} blocks/s ({lookup_s / len(sample) * 1e6:.1f} us for 32 keys)")
+    print(f"missed at the first of 32 keys in {miss_s / len(misses) * 1e6:.1f} us")
+
+
+async def overload(seconds: float) -> None:
+    """Four clients write and read chains of ten times what host and disk tier hold, from three tenants."""
+    size = 64 << 10
+    host_bytes, disk_bytes = 64 << 20, 128 << 20
+    with tempfile.TemporaryDirectory(prefix="kv-scale-") as name:
+        folder, clock = Path(name), RealClock()
+        host = HostTier(TierOptions(host_bytes), clock)
+        disk = DiskTier(DiskOptions(folder / "tier", TierOptions(disk_bytes)), clock)
+        store = NodeStore(host, [disk], {"disk": SecondUse()}, NodePrices(), clock)
+        server = Server(store, folder / "kv.sock", clock)
+        store.start()
+        server.start()
+        until = time.monotonic() + seconds
+        num_chains = 10 * (host_bytes + disk_bytes) // (size * 32)
+        memory_at: list[int] = []
+        most_disk = most_host = requests = 0
+
+        async def work(number: int) -> None:
+            nonlocal requests
+            client = StoreClient(folder / "kv.sock", f"worker {number}")
+            await client.start(patience_s=5.0)
+            draw = random.Random(number)
+            into = [memoryview(bytearray(size)) for _ in range(32)]
+            while time.monotonic() < until:
+                pick = draw.randrange(num_chains) if draw.random() < 0.7 else draw.randrange(8)
+                ids = chain(f"chain {pick}", 32)
+                run = Piece(family_of(size, f"tenant {pick % 3}"), b"".join(ids), 0, ROOT)
+                arrived = await client.load(run, into, timeout_s=1.0)
+                for at in range(arrived):
+                    assert into[at] == payload_of(ids[at], size), "the wrong bytes were served"
+                await client.offer(run, [memoryview(payload_of(block_id, size)) for block_id in ids])
+                requests += 1
+            await client.close()
+
+        async def watch() -> None:
+            nonlocal most_disk, most_host
+            while time.monotonic() < until:
+                most_host = max(most_host, host.usage().used_bytes)
+                most_disk = max(most_disk, sum(p.stat().st_blocks * 512 for p in (folder / "tier").iterdir()))
+                memory_at.append(resident_bytes())
+                await asyncio.sleep(0.5)
+
+        await asyncio.gather(watch(), *(work(number) for number in range(4)))
+        settled = memory_at[len(memory_at) // 3]
+        print(
+            f"{seconds:.0f} s, {requests} requests, {num_chains * 32 * size / (host_bytes + disk_bytes):.1f}x overload"
+        )
+        print(f"host: most {most_host} of {host_bytes} bytes; disk: most {most_disk} of {disk_bytes} bytes on the disk")
+        print(f"memory of the process: {settled >> 20} MiB after a third of the time, {memory_at[-1] >> 20} at the end")
+        for tier in (host, disk):
+            usage = tier.usage()
+            print(
+                f"{tier.tier}: {usage.num_stored} stored, {usage.num_evicted} evicted, {usage.num_hits} hits, "
+                f"{usage.num_misses} misses, {usage.num_damaged} damaged"
+            )
+        await server.close()
+        host.ledger.check()
+        disk.ledger.check()
+        await store.close()
+        assert most_host <= host_bytes
+        assert most_disk <= disk_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=0)
+    parser.add_argument("--overload", type=float, default=0.0)
+    args = parser.parse_args()
+    os.nice(5)
+    if args.blocks:
+        metadata(args.blocks)
+    if args.overload:
+        asyncio.run(overload(args.overload))
+
+
+if __name__ == "__main__":
+    main()
