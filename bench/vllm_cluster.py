@@ -1,0 +1,124 @@
+"""Real vLLM for CPU under measurement: our clusters of it, its own server, and loads of token ids."""
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+from processes import Process, free_port, running
+
+from headwater.bench.load import RequestShape
+from headwater.bench.workload import LoadRequest
+
+PEERS = Path(os.environ.get("PEERS", Path(__file__).parent.parent / "build/peers"))
+VLLM_PYTHON = str(PEERS / "vllm/bin/python")
+MODEL = str(PEERS / "demo")
+START_TIMEOUT_S = 240
+COMMON = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--served-model-name", "demo"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenShape(RequestShape):
+    """Prompts are token ids, written as JSON."""
+
+    def body(self, request: LoadRequest) -> bytes:
+        fields = {
+            "model": self.model,
+            "prompt": msgspec.Raw(request.prompt.encode()),
+            "max_tokens": request.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return msgspec.json.encode(fields)
+
+
+def prompts(count: int, prefix: int, tail: int, num_prefixes: int, seed: int) -> list[list[int]]:
+    """Each begins with one of the prefixes, drawn at random."""
+    random = Random(seed)
+    heads = [[random.randrange(100, 40_000) for _ in range(prefix)] for _ in range(num_prefixes)]
+    return [[*random.choice(heads), *(random.randrange(100, 40_000) for _ in range(tail))] for _ in range(count)]
+
+
+def requests_of(ids: Sequence[Sequence[int]], output_tokens: int) -> list[LoadRequest]:
+    return [LoadRequest(msgspec.json.encode(list(prompt)).decode(), output_tokens) for prompt in ids]
+
+
+def environment(folder: str, cores: str | None = None) -> dict[str, str]:
+    own = {"XDG_RUNTIME_DIR": folder, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if cores is not None:
+        own["VLLM_CPU_OMP_THREADS_BIND"] = cores
+    return {**os.environ, **own}
+
+
+@contextlib.contextmanager
+def headwater(*flags: str, workers: int, log: str | None, cores: str | None = None) -> Iterator[tuple[str, Process]]:
+    """`headwater serve` in vLLM's interpreter: its URL once all workers are ready, and its process."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="hw-bench-") as folder:
+        command = [VLLM_PYTHON, "-m", "headwater", "serve", "--port", str(port), *flags]
+        with running([command], environment(folder, cores), log) as (process,):
+            await_ready(lambda: _ready_workers(port) >= workers, process)
+            yield f"http://127.0.0.1:{port}", process
+
+
+@contextlib.contextmanager
+def vllm_server(*flags: str, log: str | None, cores: str | None = None) -> Iterator[tuple[str, Process]]:
+    """vLLM's own server, KV events on."""
+    port, events, replay = free_port(), free_port(), free_port()
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events}",
+        "replay_endpoint": f"tcp://*:{replay}",
+    }
+    command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, *COMMON, *flags]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--kv-events-config", json.dumps(config)]
+    command += ["--gpu-memory-utilization", "0.2", "--disable-uvicorn-access-log"]
+    with (
+        tempfile.TemporaryDirectory(prefix="hw-bench-") as folder,
+        running([command], environment(folder, cores), log) as (process,),
+    ):
+        await_ready(lambda: fetched(f"http://127.0.0.1:{port}/health") is not None, process)
+        yield f"http://127.0.0.1:{port}", process
+
+
+def await_ready(ready: Any, process: Process) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            if ready():
+                time.sleep(1.0)
+                return
+        time.sleep(0.2)
+    raise SystemExit("a server did not become ready; see --log FILE")
+
+
+def fetched(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+def metric(url: str, name: str) -> float:
+    """Summed over its labels."""
+    lines = fetched(f"{url}/metrics").splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+
+def _ready_workers(port: int) -> int:
+    return int(json.loads(fetched(f"http://127.0.0.1:{port}/health"))["workers"]["ready"])
+
+
+if __name__ == "__main__":
+    sys.exit("this is for other scripts to import")

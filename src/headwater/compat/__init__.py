@@ -1,0 +1,1 @@
+"""Call signatures and command lines of other systems, on top of ours."""
