@@ -130,7 +130,7 @@ class DiskFiles:
         if cap_bytes > available:
             raise ConfigError(
                 f"the disk tier at {self.folder} may take {cap_bytes} bytes, of which {available} are free",
-                hint="give it less (--kv-disk), or make room",
+                hint="give it less, or make room",
             )
 
     def _read_manifest(self) -> Manifest:

@@ -76,7 +76,7 @@ class SharedPool:
         if not 0 < layout.file_bytes <= available:
             raise ConfigError(
                 f"a host tier of {data_bytes} bytes does not fit: {available} bytes of memory are available",
-                hint="give it less (--kv-host), or stop what takes the memory",
+                hint="give it less, or stop what takes the memory",
             )
         fd = os.memfd_create("headwater-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
