@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import socket
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,8 @@ from headwater.kv.block import ROOT
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.store import Piece
 from headwater.kv.stores.conformance import Run
+from kv_process import store_process
 from object_servers import ObjectServer
-
-
-@contextlib.contextmanager
-def store_process(path: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "headwater", "kv", "serve", "--socket", str(path), "--host", "32MiB"]
-    with subprocess.Popen([*command, *flags], stdout=subprocess.DEVNULL) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 @contextlib.asynccontextmanager

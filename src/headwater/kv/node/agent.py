@@ -45,9 +45,9 @@ class StoreAgent:
         """As `StoreClient.num_in_host`: microseconds, asks nobody."""
         return self.client.num_in_host(ids)
 
-    def match(self, chain: Piece, *, timeout_s: float = _MATCH_S) -> list[TierRun]:
-        """As `StoreClient.match`; waits no longer than this."""
-        asked = self._call(self.client.match(chain))
+    def match(self, chain: Piece, *, timeout_s: float = _MATCH_S, ask_s: float = 0.0) -> list[TierRun]:
+        """As `StoreClient.match`; waits no longer than this. `ask_s`: how long of it others may be asked."""
+        asked = self._call(self.client.match(chain, timeout_s=ask_s))
         try:
             return asked.result(timeout_s)
         except FutureTimeoutError:

@@ -1,0 +1,173 @@
+"""The node's store as a HiCache storage backend of a stock SGLang.
+
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "headwater",
+        "module_path": "headwater.kv.connectors.sglang", "class_name": "HeadwaterStorage", "interface_v1": 1}'
+
+Further keys: `socket` (where `headwater kv serve` listens), `fingerprint` (of the model; default its name), `tenant`,
+`timeout_s`. SGLang's page keys are chained hashes already; they are hashed once more under a namespace of model,
+tenant, layout and rank, so that only equal pages meet. Written against HiCacheStorage of SGLang 0.5.23.
+
+No call raises: HiCache does not restart a thread that ended. A store that is slow or gone is a miss.
+"""
+
+import logging
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+from headwater.errors import HeadwaterError
+from headwater.kv.block import ROOT, Family
+from headwater.kv.identity import namespace
+from headwater.kv.node.agent import StoreAgent
+from headwater.kv.node.open import default_socket
+from headwater.kv.node.store import Piece
+from headwater.types import BLOCK_ID_BYTES
+
+_log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+_TIMEOUT_S = 5.0
+_GRACE_S = 2.0
+_ASK_S = 1.0
+"""HiCache asks on a thread of its own, ahead of the request's turn."""
+
+
+class HeadwaterStorage(HiCacheStorage):  # type: ignore[misc]
+    """See the module docstring. Called by HiCache's prefetch and backup threads."""
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        extra = dict(storage_config.extra_config or {})
+        self._config = storage_config
+        self._model = str(extra.get("fingerprint") or storage_config.model_name or "")
+        self._tenant = str(extra.get("tenant", ""))
+        self._timeout_s = float(extra.get("timeout_s", _TIMEOUT_S))
+        self._family: Family | None = None
+        self._namespace = b""
+        self._agent = StoreAgent(Path(extra.get("socket") or default_socket()), f"sglang-{storage_config.tp_rank}")
+        self._problem = ""
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """What a page is: its bytes as SGLang flattens them, in the layout of this rank's pool."""
+        super().register_mem_pool_host(mem_pool_host)
+        page = mem_pool_host.get_dummy_flat_data_page()
+        layout = f"sglang.{page.dtype}.{mem_pool_host.layout}.{mem_pool_host.page_size}.{self._shard()}"
+        self._family = Family(self._model, layout, self._tenant, page.numel() * page.element_size())
+        self._namespace = namespace(self._model, layout, salt=self._tenant)
+
+    # Version 1 of the interface: pages go straight between the host pool and the store
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        chain = self._chain(keys, extra_info)
+        if chain is None:
+            return 0
+        try:
+            return sum(run.num_blocks for run in self._agent.match(chain, timeout_s=self._timeout_s, ask_s=_ASK_S))
+        except HeadwaterError as error:
+            return self._note(error, 0)
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        pool = self.mem_pool_host
+        pages = self._load(keys, extra_info)
+        for number, page in enumerate(pages):
+            pool.set_from_flat_data_page(host_indices[number * pool.page_size], page)
+        return _leading(len(pages), len(keys))
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        pool = self.mem_pool_host
+        pages = [pool.get_data_page(host_indices[number * pool.page_size], flat=True) for number in range(len(keys))]
+        return self._offer(keys, pages, extra_info)
+
+    # Version 0: single pages, by value
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        pages = self._load(keys, None)
+        if target_locations is not None:
+            for page, target in zip(pages, target_locations, strict=False):
+                target.reshape(-1).copy_(page.view(target.dtype))
+            return [*target_locations[: len(pages)], *[None] * (len(keys) - len(pages))]
+        return [*pages, *[None] * (len(keys) - len(pages))]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return values is not None and all(self._offer(keys, values, None))
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def clear(self) -> None:
+        """SGLang flushes its cache; what others use is not ours to clear: `headwater kv clear` does that."""
+
+    def close(self) -> None:
+        self._agent.close()
+
+    # Inside
+
+    def _load(self, keys: list[str], extra_info: Any) -> list[torch.Tensor]:
+        chain = self._chain(keys, extra_info)
+        if chain is None:
+            return []
+        size = chain.family.payload_bytes
+        buffer = bytearray(size * len(keys))
+        whole = memoryview(buffer)
+        views = [whole[number * size : (number + 1) * size] for number in range(len(keys))]
+        try:
+            loading = self._agent.load(chain, views, timeout_s=self._timeout_s)
+            loaded = loading.result(self._timeout_s + _GRACE_S)
+        except (HeadwaterError, TimeoutError) as error:
+            return self._note(error, list[torch.Tensor]())
+        flat = torch.frombuffer(buffer, dtype=torch.uint8)
+        dtype = self.mem_pool_host.get_dummy_flat_data_page().dtype
+        return [flat[number * size : (number + 1) * size].view(dtype) for number in range(loaded)]
+
+    def _offer(self, keys: list[str], pages: Sequence[torch.Tensor], extra_info: Any) -> list[bool]:
+        chain = self._chain(keys, extra_info)
+        if chain is None:
+            return [False] * len(keys)
+        payloads = [page.contiguous().reshape(-1).view(torch.uint8).numpy().data for page in pages]
+        if any(len(payload) != chain.family.payload_bytes for payload in payloads):
+            return [False] * len(keys)
+        try:
+            self._agent.offer(chain, payloads).result(self._timeout_s + _GRACE_S)
+        except (HeadwaterError, TimeoutError) as error:
+            return self._note(error, [False] * len(keys))
+        return _leading(self._agent.num_in_host(chain.ids), len(keys))
+
+    def _chain(self, keys: list[str], extra_info: Any) -> Piece | None:
+        """`extra_info.prefix_keys` are the pages before these; where SGLang leaves them out the chain begins here."""
+        if self._family is None or not keys:
+            return None
+        before = list(getattr(extra_info, "prefix_keys", None) or ())
+        parent = self._id(before[-1]) if before else ROOT
+        return Piece(self._family, b"".join(map(self._id, keys)), len(before), parent)
+
+    def _id(self, key: str) -> bytes:
+        return blake2b(key.encode(), key=self._namespace, digest_size=BLOCK_ID_BYTES).digest()
+
+    def _shard(self) -> str:
+        config = self._config
+        tensor = "all" if config.is_mla_model else f"{config.tp_rank}/{config.tp_size}"
+        return f"tp{tensor}.pp{config.pp_rank}/{config.pp_size}.cp{config.attn_cp_rank}/{config.attn_cp_size}"
+
+    def _note(self, error: Exception, answer: Answer) -> Answer:
+        if str(error) != self._problem:
+            self._problem = str(error)
+            _log.warning("the KV store does not answer, pages are computed: %s", error)
+        return answer
+
+
+def _leading(good: int, count: int) -> list[bool]:
+    return [True] * good + [False] * (count - good)
