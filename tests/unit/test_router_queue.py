@@ -334,9 +334,10 @@ def test_a_full_queue_takes_from_the_tenant_that_fills_it() -> None:
     assert caught.value.retry_after_s >= 1
     small = [bench.submit(bench.ticket(tenant="small")) for _ in range(4)]
     bench.pump()
-    assert [refused.ticket for refused in bench.refused] == flood[:5:-1]
+    assert small[0].ahead, "it asked for less than its share"
+    assert [refused.ticket for refused in bench.refused] == flood[:6:-1]
     assert all(isinstance(refused.error, RateLimited) for refused in bench.refused)
-    assert all(ticket.waiting for ticket in small)
+    assert all(ticket.waiting for ticket in small[1:])
     for _ in range(8):
         try:
             bench.submit(bench.ticket(tenant="small"))
@@ -396,8 +397,37 @@ def test_a_tenant_that_comes_back_neither_gains_nor_loses() -> None:
     for _ in range(10):
         bench.submit(bench.ticket(tenant="steady"))
         bench.submit(bench.ticket(tenant="new"))
-    tenants = Counter(ticket.tenant for ticket in drain_order(bench)[:10])
+    passed = [ticket for ticket in bench.placed if ticket.ahead]
+    assert [ticket.tenant for ticket in passed] == ["new"]
+    tenants = Counter(ticket.tenant for ticket in [*passed, *drain_order(bench)[:9]])
     assert tenants == {"steady": 5, "new": 5}
+
+
+def test_who_asks_for_less_than_its_share_passes_the_line_and_pays_for_it() -> None:
+    bench = Bench(1)
+    bench.fill()
+    for _ in range(20):
+        bench.submit(bench.ticket(tenant="flood"))
+    first, second = bench.submit(bench.ticket(tenant="small")), bench.submit(bench.ticket(tenant="small"))
+    assert (first.ahead, first.waiting) == (True, False)
+    assert (second.ahead, second.waiting) == (False, True), "its share is used up for now"
+    while second.waiting:
+        bench.serve_one()
+    assert second.ahead, "all that it has waiting"
+    assert not any(ticket.ahead for ticket in bench.placed if ticket.tenant == "flood")
+    made_up = bench.ticket(tenant="salt")
+    made_up.may_pass = False
+    assert bench.submit(made_up).waiting, "names that clients make up for themselves do not pass"
+
+
+def test_there_is_an_end_to_passing_the_line() -> None:
+    """However many tenants say they are new."""
+    bench = Bench(1)
+    bench.fill()
+    bench.submit(bench.ticket(tenant="flood"))
+    passed = [bench.submit(bench.ticket(CHUNK, tenant=f"t{number}")).ahead for number in range(20)]
+    assert passed == sorted(passed, reverse=True)
+    assert 1 <= sum(passed) <= FULL
 
 
 def test_low_priority_is_not_starved_by_a_flood_of_high() -> None:

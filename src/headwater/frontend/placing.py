@@ -11,7 +11,7 @@ from headwater.frontend.stream import Stream
 from headwater.frontend.submission import Submission
 from headwater.protocol.frames import Submit
 from headwater.protocol.request import EngineRequest
-from headwater.router.queue import Placed
+from headwater.router.queue import AHEAD_PRIORITY, Placed
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
 from headwater.router.view import WorkerView
@@ -40,6 +40,8 @@ class Placer:
         cached_tokens = placed.decision.cached_tokens
         for request in submission.requests:
             request.expected_cached_tokens = cached_tokens
+            if submission.ahead:
+                request.priority += AHEAD_PRIORITY
             cached_tokens = asked.num_prompt_tokens  # computed once, the other sequences find it there
         _send(connection, submission.requests)
         self._journal.placed(submission.record, now - submission.since)

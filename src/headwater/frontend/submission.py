@@ -47,6 +47,7 @@ class Submission(Ticket):
             model=card.name,
             tenant=tenant,
             priority=first.priority,
+            may_pass=bool(hints.tenant or key_tenant),
             deadline=None if first.deadline is None else first.deadline - epoch_ahead,
             record=record,
             requests=list(requests),

@@ -2,7 +2,8 @@
 
 Weighted fair queueing in virtual time: a tenant that is served is charged the worker time divided by its weight, and
 the one charged least goes next. A tenant that comes back after a pause starts where the others are, so idling saves
-nothing; one that left ahead of the others stays ahead.
+nothing; one that left ahead of the others stays ahead. One that asks for less than its share need not stand in line
+at all (`is_within_share`), which is charged to it all the same.
 """
 
 from bisect import bisect_left, insort
@@ -112,6 +113,15 @@ class Line(Generic[WaiterT]):
         tenant = self.tenants[name]
         self._clock = max(self._clock, tenant.spent)
         tenant.charge(cost)
+
+    def is_within_share(self, name: str) -> bool:
+        """Whether a tenant without requests here has had no more than the others."""
+        return name not in self.tenants and self._left_ahead.get(name, 0.0) <= self._clock
+
+    def charge_absent(self, name: str, cost: float) -> None:
+        """A request of a tenant that is not in line is served."""
+        spent = max(self._clock, self._left_ahead.get(name, 0.0))
+        self._remember(name, spent + cost / self._weights.get(name, 1.0))
 
     def _remember(self, name: str, spent: float) -> None:
         if len(self._left_ahead) >= _MAX_REMEMBERED:

@@ -4,7 +4,9 @@ As long as one eligible worker has no more than `backlog_chunks` full steps of p
 than that) and nobody waits, requests pass at once and cost nothing here. Otherwise they wait, and are placed when load
 changes (`pump`):
 
-* tenants take turns by weighted fair queueing of worker time: the one that has had least goes first;
+* tenants take turns by weighted fair queueing of worker time: the one that has had least goes first; whoever asks for
+  less than its share passes the line, and at the worker goes before what others have waiting there (`Ticket.ahead`),
+  as does who has nothing else in line while others have: so a flood of one tenant is hardly felt by the rest;
 * within a tenant: higher priority first; then by the window of ten seconds in which patience or deadline ends; then
   the lowest price, a request getting cheaper while it waits; every eighth turn, one that has waited for half of its
   time goes first, so that nobody starves;
@@ -34,6 +36,8 @@ AGEING = 0.05
 WORTH_WAITING_FOR = 0.7
 """A busy worker is waited for when its price is below so much of the best open one's."""
 RECHECK_S = 0.1
+AHEAD_PRIORITY = 1 << 32
+"""Added at the worker for what passed the line: above whatever a client may ask for."""
 _WINDOW_S = 10.0
 _MOST_EXAMINED = 1024
 """Prices worked out for one placement, about."""
@@ -75,6 +79,10 @@ class Ticket:
     """The busy worker it waits for, ..."""
     recheck_at: float = 0.0
     """... until then at least."""
+    may_pass: bool = True
+    """Whether its tenant is one that was given its name, not one that a client made up for itself."""
+    ahead: bool = False
+    """Its tenant asks for no more than its share: the worker is to take it before what waits there."""
     waiting: bool = False
     expires: float = 0.0
 
@@ -130,6 +138,9 @@ class AdmissionQueue:
         if self.limits.backlog_chunks <= 0 or (line is None and any(map(self.is_open, workers))):
             return self._place(ticket, workers, now)
         self._check_deadline(ticket, workers, now)
+        passes = line is not None and ticket.may_pass and line.is_within_share(ticket.tenant)
+        if line is not None and passes and any(map(self._is_nearly_open, workers)):
+            return self._pass_line(line, ticket, workers, now)
         self._make_room(ticket)
         self._enqueue(ticket, workers, now)
         return None
@@ -162,6 +173,11 @@ class AdmissionQueue:
         most = self.limits.backlog_chunks
         return worker.backlog_sequences <= most or worker.backlog_tokens <= most * worker.chunk_tokens
 
+    def _is_nearly_open(self, worker: WorkerView) -> bool:
+        """Has room for those who pass the line: as much again as for everybody, so there is an end to it."""
+        most = 2 * self.limits.backlog_chunks
+        return worker.backlog_sequences <= most or worker.backlog_tokens <= most * worker.chunk_tokens
+
     def waiting_by_tenant(self) -> dict[str, int]:
         counts: dict[str, int] = {}
         for line in self._lines.values():
@@ -184,12 +200,19 @@ class AdmissionQueue:
                 worker, decision = self._router.decide(ticket.request, in_time)
         return Placed(ticket, worker, decision)
 
+    def _pass_line(self, line: Line[Ticket], ticket: Ticket, workers: Sequence[WorkerView], now: float) -> Placed:
+        placed = self._place(ticket, [worker for worker in workers if self._is_nearly_open(worker)], now)
+        line.charge_absent(ticket.tenant, self._router.service_ms(ticket.request, placed.worker))
+        ticket.ahead = True
+        return placed
+
     def _serve(self, line: Line[Ticket], ticket: Ticket, workers: Sequence[WorkerView], now: float) -> Outcome:
         try:
             placed = self._place(ticket, workers, now)
         except HeadwaterError as error:
             self._remove(ticket)
             return Refused(ticket, error)
+        ticket.ahead = ticket.may_pass and len(line.tenants) > 1 and len(line.tenants[ticket.tenant]) == 1
         line.charge(ticket.tenant, self._router.service_ms(ticket.request, placed.worker))
         self._remove(ticket)
         self._note_placed(now)

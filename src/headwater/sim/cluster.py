@@ -9,7 +9,7 @@ from headwater.errors import Unavailable
 from headwater.protocol.events import WorkerEvent
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
 from headwater.router.policy import Policy
-from headwater.router.queue import AdmissionQueue, Placed, QueueLimits, Ticket
+from headwater.router.queue import AHEAD_PRIORITY, AdmissionQueue, Placed, QueueLimits, Ticket
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
 from headwater.router.view import Booking, ClusterView, time_class
@@ -67,6 +67,7 @@ class SimRecord:
     arrived_s: float
     prompt_tokens: int
     output_tokens: int
+    tenant: str = ""
     worker: int = -1
     predicted_cached_tokens: int = 0
     cached_tokens: int = 0
@@ -234,10 +235,11 @@ class SimCluster:
             now=now,
         )
         stream = len(self._records)
-        record = SimRecord(now, request.prompt_tokens, request.output_tokens)
+        record = SimRecord(now, request.prompt_tokens, request.output_tokens, request.tenant)
         self._records.append(record)
         self._open[stream] = _Open(record)
-        ticket = _Ticket(asked, MODEL, sequence=_engine_request(stream, request), answer_ids=request.answer_ids)
+        sequence = _engine_request(stream, request)
+        ticket = _Ticket(asked, MODEL, request.tenant, sequence=sequence, answer_ids=request.answer_ids)
         try:
             placed = self._queue.submit(ticket, now)
         except Unavailable:
@@ -288,6 +290,8 @@ class SimCluster:
     def _submit(self, number: int, ticket: "_Ticket", now: float) -> None:
         worker = self._workers[number]
         before = worker.ends_at
+        if ticket.ahead:
+            ticket.sequence.priority += AHEAD_PRIORITY
         worker.submit(ticket.sequence, ticket.answer_ids, now)
         if before is None:
             self._begin(number, now)

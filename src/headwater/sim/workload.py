@@ -25,6 +25,8 @@ class SimRequest:
     """Of the blocks that the answer fills, as far as a later request may ask for them. Engines find them in the cache
     like any other; without them nothing of the answer is found."""
 
+    tenant: str = ""
+
     def prompt(self) -> bytes:
         """Token ids that mean nothing: blocks have their ids already."""
         return bytes(TOKEN_ID_BYTES * self.prompt_tokens)
