@@ -26,8 +26,18 @@ from headwater.router.view import ClusterView
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")])
-OTHERS_FLAGS = {"--shm-size", "--no-deps", "--pid", "--speedup-ratio", "--tokenizer"}
-"""Flags of other programs: docker, pip, py-spy, and the peers of the benchmarks."""
+OTHERS_FLAGS = {
+    "--enable-hierarchical-cache",
+    "--hicache-storage-backend",
+    "--hicache-storage-backend-extra-config",
+    "--model-path",
+    "--no-deps",
+    "--pid",
+    "--shm-size",
+    "--speedup-ratio",
+    "--tokenizer",
+}
+"""Flags of other programs: docker, pip, py-spy, engines to attach to, and the peers of the benchmarks."""
 
 
 def text(name: str) -> str:
@@ -66,7 +76,9 @@ def test_flags_variables_and_verbs_in_the_pages_exist() -> None:
         for flag in re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+[a-z0-9])(?![\w-]*\.\.\.)", content):
             assert flag in flags or flag in OTHERS_FLAGS, f"{page.name} names {flag}"
         for variable in re.findall(rf"\b{ENVIRONMENT_PREFIX}[A-Z_]+[A-Z]\b", content):
-            assert variable in variables | {"HEADWATER_SERVICE_HOST"}, f"{page.name} names {variable}"
+            assert variable in variables | {"HEADWATER_SERVICE_HOST", "HEADWATER_KV_SOCKET"}, (
+                f"{page.name} names {variable}"
+            )
         for verb in re.findall(r"(?:`|^|\$ )headwater ([a-z]+)", content, re.MULTILINE):
             assert verb in VERBS, f"{page.name} names `headwater {verb}`"
 

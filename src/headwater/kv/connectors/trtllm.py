@@ -54,7 +54,7 @@ class Save:
 
 @dataclass
 class StepTransfers:
-    """What the worker does around one forward pass. Pickled by TensorRT-LLM when it has several ranks."""
+    """What the worker does around one forward pass."""
 
     loads: list[tuple[int, bytes]] = field(default_factory=list)
     """Block id and what belongs there."""
