@@ -323,3 +323,31 @@ def test_tenants_are_cleared_alone(tmp_path: Path) -> None:
             assert await load(client, theirs) == 5
 
     run_leak_checked(check())
+
+
+def test_a_tier_that_was_slow_and_has_recovered_is_noticed(tmp_path: Path) -> None:
+    async def check() -> None:
+        disk = MemoryTier(32 << 20, "disk")
+        async with running(tmp_path, lower=disk, eager=True) as node:
+            client = await node.client()
+            run = piece("a", 20)
+            await client.offer(run, payloads(run))
+            await eventually(lambda: all(disk.known(run.ids)), "written to the lower tier")
+            await node.host.clear()
+            for _ in range(200):
+                node.store.prices.observe("disk", run.num_blocks * SIZE, 10_000.0)
+            refusals = 0
+            for _ in range(40):
+                runs = await client.match(run)
+                if not runs or runs[0].tier == "host":
+                    break
+                plan = client.plan(
+                    run, runs, lambda new, cached: 1.0 * new, num_tokens=320, cached_tokens=0, block_tokens=16
+                )
+                assert plan.num_blocks == 0, "ten seconds for what takes a third of one to compute"
+                refusals += 1
+                await asyncio.sleep(0.001)
+            assert refusals < 40, "one of them was tried beside the computation"
+            await eventually(lambda: client.num_in_host(run.ids) == 20, "brought up")
+
+    run_leak_checked(check())

@@ -8,10 +8,14 @@ A tier that is predicted too slow would never be measured again; `Curiosity` let
 beside the computation, so that a tier that has recovered is noticed at nobody's expense.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from headwater.types import Tier
+
+_MEMORY = 0.1
+"""What a new load counts for, once there are many."""
 
 PrefillMs = Callable[[int, int], float]
 """Milliseconds to compute so many new tokens after so many cached ones."""
@@ -50,6 +54,50 @@ def plan_load(
         if saved_ms > best.saved_ms:
             best = LoadPlan(num_blocks, load_ms, saved_ms)
     return best
+
+
+class TierSpeed:
+    """How long loads from one tier take: a belief (latency, bandwidth), times what was learned by size of load.
+
+    Learned as the running mean of log(measured / believed), so that a tier that is a hundred times slower than believed
+    is known as such after a handful of loads, and one that has recovered as well. (A least-squares fit relative to the
+    duration, as fits engine steps, would hold on to the belief: a slow sample counts for next to nothing in it.)
+    """
+
+    def __init__(self, latency_ms: float, bytes_per_s: float) -> None:
+        self._latency_ms, self._ms_per_byte = latency_ms, 1e3 / bytes_per_s
+        self._overall = _LogRatio()
+        self._by_size: dict[int, _LogRatio] = {}
+
+    def observe(self, num_bytes: int, duration_ms: float) -> None:
+        if num_bytes <= 0 or not 0 < duration_ms < math.inf:
+            return
+        log_ratio = math.log(duration_ms / self._believed_ms(num_bytes))
+        self._overall.observe(log_ratio)
+        self._by_size.setdefault(num_bytes.bit_length(), _LogRatio()).observe(log_ratio)
+
+    def load_ms(self, num_bytes: int) -> float:
+        if num_bytes <= 0:
+            return 0.0
+        learned = self._by_size.get(num_bytes.bit_length(), self._overall)
+        return self._believed_ms(num_bytes) * math.exp(learned.mean)
+
+    def _believed_ms(self, num_bytes: int) -> float:
+        return self._latency_ms + num_bytes * self._ms_per_byte
+
+
+class _LogRatio:
+    """A running mean: exact at first, then forgetting."""
+
+    __slots__ = ("_count", "mean")
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self._count = 0
+
+    def observe(self, value: float) -> None:
+        self._count += 1
+        self.mean += max(_MEMORY, 1 / (self._count + 1)) * (value - self.mean)
 
 
 class ComputeRate(NamedTuple):

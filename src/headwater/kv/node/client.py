@@ -29,7 +29,7 @@ from headwater.kv.block import Family
 from headwater.kv.node import wire
 from headwater.kv.node.connection import Connection, greet
 from headwater.kv.node.store import Piece, pieces_of
-from headwater.kv.pricing import ComputeRate, TierRun
+from headwater.kv.pricing import ComputeRate, Curiosity, LoadPlan, PrefillMs, TierRun, plan_load
 from headwater.kv.stores.copying import copy_summed
 from headwater.kv.stores.finishing import finished
 from headwater.kv.stores.shared_pool import SharedPool
@@ -48,6 +48,7 @@ _GREET_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 10.0
 _PIECES_AT_ONCE = 3
 """One is leased or reserved, one copied, one released or committed."""
+_TRIAL_S = 30.0
 _FIRST_PAUSE_S = 0.1
 _MOST_PAUSE_S = 5.0
 
@@ -77,6 +78,9 @@ class StoreClient:
         self._pool: SharedPool | None = None
         self._table: BlockTable | None = None
         self._keeper: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._curiosity = Curiosity()
+        self._trial: asyncio.Task[None] | None = None
         self._connected = asyncio.Event()
         self.num_offers_dropped = 0
         """Blocks that were not even tried because too much was under way."""
@@ -86,6 +90,7 @@ class StoreClient:
 
     async def start(self, *, patience_s: float = 0.0) -> None:
         """Connect, and stay connected. Waits so long for a store that is not there yet, then returns all the same."""
+        self._loop = asyncio.get_running_loop()
         self._keeper = asyncio.create_task(self._keep_connected())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
@@ -93,10 +98,11 @@ class StoreClient:
 
     async def close(self) -> None:
         """Idempotent. Copies that have begun are finished first."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+        ending = [task for task in (self._keeper, self._trial) if task is not None]
+        self._keeper = self._trial = self._loop = None
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
         self._lose("closed")
         await asyncio.to_thread(self._threads.shutdown)
 
@@ -115,6 +121,31 @@ class StoreClient:
             self._note(error)
             return []
         return located.runs
+
+    def plan(
+        self,
+        chain: Piece,
+        runs: Sequence[TierRun],
+        prefill_ms: PrefillMs,
+        *,
+        num_tokens: int,
+        cached_tokens: int,
+        block_tokens: int,
+    ) -> LoadPlan:
+        """How much of what was matched is worth loading; see `plan_load`. Asks nobody; from any thread.
+
+        A tier that is not worth it is tried now and then beside the computation, so that one that has recovered is
+        noticed.
+        """
+        plan = plan_load(
+            runs, prefill_ms, num_tokens=num_tokens, cached_tokens=cached_tokens, block_tokens=block_tokens
+        )
+        start = 0
+        for run in runs:
+            if start >= plan.num_blocks and run.tier != "host" and self._curiosity.refused(run.tier):
+                self._try_out(chain.part(start, start + run.num_blocks))
+            start += run.num_blocks
+        return plan
 
     async def prefetch(self, chain: Piece, *, timeout_s: float) -> int:
         """Bring the chain into the host tier, because a request that needs it is on its way."""
@@ -199,6 +230,17 @@ class StoreClient:
         return (await self._ask(wire.Warm(0, max_bytes), wire.Counted, timeout_s)).num_blocks
 
     # Inside: loading
+
+    def _try_out(self, refused: Piece) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_trial, pieces_of(refused)[0])
+
+    def _begin_trial(self, piece: Piece) -> None:
+        if self._trial is None or self._trial.done():
+            self._trial = asyncio.create_task(self._tried(piece))
+
+    async def _tried(self, piece: Piece) -> None:
+        await self.prefetch(piece, timeout_s=_TRIAL_S)
 
     async def _load(self, piece: Piece, into: Sequence[memoryview], deadline: float) -> int:
         """Copy and check; only what was checked while the lease still held counts."""

@@ -2,8 +2,7 @@
 engines say that computing costs."""
 
 from headwater.kv.block import Family
-from headwater.kv.pricing import ComputeRate
-from headwater.perf.model import PerfModel
+from headwater.kv.pricing import ComputeRate, TierSpeed
 from headwater.types import Tier
 
 _PRIORS: dict[Tier, tuple[float, float]] = {
@@ -21,15 +20,13 @@ MAX_RATES = 256
 
 class NodePrices:
     def __init__(self) -> None:
-        self._perf = PerfModel()
+        self._speeds = {tier: TierSpeed(*belief) for tier, belief in _PRIORS.items()}
         self._queued: dict[Tier, int] = {}
         self._rates: dict[Family, ComputeRate] = {}
-        for tier, (latency_ms, bytes_per_s) in _PRIORS.items():
-            self._perf.believe_link(tier, latency_ms, bytes_per_s)
 
     def observe(self, tier: Tier, num_bytes: int, duration_ms: float) -> None:
         """A load that took so long, waiting in line not counted."""
-        self._perf.observe_transfer(tier, num_bytes, duration_ms)
+        self._speeds[tier].observe(num_bytes, duration_ms)
 
     def queue(self, tier: Tier, num_bytes: int) -> None:
         """Negative when done."""
@@ -37,10 +34,11 @@ class NodePrices:
 
     def load_ms(self, tier: Tier, num_bytes: int) -> float:
         """Into the engine, behind what is queued now. What is not in the host tier passes through it."""
-        copy_ms = self._perf.transfer_ms("host", num_bytes)
+        copy_ms = self._speeds["host"].load_ms(num_bytes)
         if tier == "host":
             return copy_ms
-        return self._perf.transfer_ms(tier, num_bytes + self._queued.get(tier, 0)) + copy_ms
+        speed = self._speeds[tier]
+        return speed.load_ms(self._queued.get(tier, 0)) + speed.load_ms(num_bytes) + copy_ms
 
     def describe(self, family: Family, rate: ComputeRate) -> None:
         if len(self._rates) < MAX_RATES or family in self._rates:
@@ -57,4 +55,4 @@ class NodePrices:
             return True
         num_bytes = num_blocks * family.payload_bytes
         compute_ms = sum(rate.block_ms(position - back) for back in range(num_blocks))
-        return self._perf.transfer_ms(tier, num_bytes) < compute_ms
+        return self._speeds[tier].load_ms(num_bytes) < compute_ms
