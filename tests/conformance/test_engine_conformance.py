@@ -11,14 +11,15 @@ import pytest
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import Engine
-from headwater.engines.conformance import VOCABULARY, EngineConformance
+from headwater.engines.conformance import VOCABULARY
 from headwater.engines.engine import CoreEngine
+from headwater.engines.kv_conformance import KvPortConformance
 from headwater.engines.loop import ThreadedLoop
 from headwater.engines.mocker.engine import MockerEngine
 from headwater.engines.registry import create_engine
 
 
-class MockerConformance(EngineConformance):
+class MockerConformance(KvPortConformance):
     """A mocker with a tokenizer of a few hundred words, so that it starts in no time."""
 
     config = EngineConfig(engine="mocker")
@@ -54,7 +55,7 @@ class TestMockerOnAThread(MockerConformance):
         return CoreEngine(sizes, mocker._build, ThreadedLoop())
 
 
-class TestNative(EngineConformance):
+class TestNative(KvPortConformance):
     """On the CPU, with a tiny model of random weights."""
 
     @pytest.fixture(autouse=True)
