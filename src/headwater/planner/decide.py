@@ -3,7 +3,7 @@
     arrived, ended  ->  decide(now, pool)  ->  Decision: the plan, what each candidate would give, why
 
 1. The believed step times are corrected by what was measured (`headwater.planner.feedback`).
-2. When traffic or the correction has changed, or a promise was broken, every plan is tried by fast simulation on
+2. When traffic or the correction has changed, or after a while, every plan is tried by fast simulation on
    samples of the recent traffic, over at least twice the life of a request.
 3. The plan in force stays unless another gains more than the hysteresis, and does not lose on the mixture of the last
    minutes (unless the plan in force fails now).
@@ -14,7 +14,7 @@ Too little traffic, or times that no correction explains: the plan in force stay
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf, isnan, sqrt
+from math import inf, sqrt
 from statistics import fmean
 
 from headwater.planner.evaluate import Sample, best_of, evaluate_each, means, screen
@@ -29,6 +29,8 @@ _MAX_HELD = 64
 _SAMPLES = ((1, -1), (2, 1))
 """Seed, and on which side of the measured rate."""
 _MOST_DOUBT = 0.2
+_CHANCE = 3.0
+"""Times the standard deviation of a count is no change of traffic."""
 _WHOLE = 0.9
 """A smaller part of the traffic cannot be replayed alone."""
 
@@ -49,7 +51,7 @@ class PlannerSettings:
     max_horizon_ms: float = 400_000.0
     lives: float = 2.5
     """Of a request, that a sample lasts at least."""
-    max_jobs: int = 640
+    max_jobs: int = 1200
     """Of a sample."""
     min_jobs: int = 240
     hysteresis: float = 0.03
@@ -102,13 +104,11 @@ class Planner:
         self._evaluated: Summary | None = None
         self._evaluated_ms = -inf
         self._evaluated_with = Correction()
-        self._promised: Score | None = None
 
     def adopt(self, plan: RolePlan, now_ms: float) -> None:
         """A plan holds from now on, whoever chose it: workers came or went, or somebody set roles."""
         self.plan = plan
         self._held = [*self._held[-_MAX_HELD:], Held(now_ms, plan)]
-        self._promised = None
 
     def decide(self, now_ms: float, pool: Sequence[WorkerModel]) -> Decision:
         """What is to hold from now on."""
@@ -121,15 +121,12 @@ class Planner:
             return self._stay(f"times are {self.correction.error:.0%} off what was measured: nothing is believed")
         jobs = self.traffic.jobs(recent, 0)
         seen = summary(jobs, max(1.0, length_ms) / 1000)
-        if not self._due(now_ms, seen, recent):
+        if not self._due(now_ms, seen, len(recent)):
             return self._stay("nothing has changed", seen)
         decision = self._choose(now_ms, self.correction.applied(pool), seen, recent)
         self._evaluated, self._evaluated_ms, self._evaluated_with = seen, now_ms, self.correction
-        self._promised = decision.scores.get(decision.plan)
         if decision.changed:
-            promised = self._promised
             self.adopt(decision.plan, now_ms)
-            self._promised = promised
         return decision
 
     def _stay(self, reason: str, seen: Summary | None = None) -> Decision:
@@ -159,7 +156,7 @@ class Planner:
         expected = self.traffic.expected_output()
         self.correction = corrected(self.correction, pool, self._held, seen, jobs, expected)
 
-    def _due(self, now_ms: float, seen: Summary, recent: Sequence[Served]) -> bool:
+    def _due(self, now_ms: float, seen: Summary, num_recent: int) -> bool:
         settings, before = self.settings, self._evaluated
         if (
             before is None
@@ -168,18 +165,7 @@ class Planner:
         ):
             return True
         with_, now = self._evaluated_with, self.correction
-        if max(abs(now.prefill / with_.prefill - 1), abs(now.decode / with_.decode - 1)) > settings.corrected:
-            return True
-        return self._broken(recent)
-
-    def _broken(self, recent: Sequence[Served]) -> bool:
-        """Whether fewer requests meet their objectives than the plan was chosen for."""
-        objective, promised = self.settings.objective, self._promised
-        ended = [served for served in recent if not isnan(served.tpot_ms)]
-        if promised is None or not objective.given or len(ended) < self.settings.min_requests:
-            return False
-        met = sum([objective.met(served.ttft_ms, served.tpot_ms) for served in ended]) / len(ended)
-        return met < promised.attained - 2 * self.settings.hysteresis
+        return max(abs(now.prefill / with_.prefill - 1), abs(now.decode / with_.decode - 1)) > settings.corrected
 
     # -- choice
 

@@ -13,13 +13,15 @@ from math import exp, isnan, log
 from headwater.planner.plan import RolePlan
 from headwater.planner.pool import WorkerModel
 from headwater.planner.traffic import Served
-from headwater.planner.whatif import FastCluster, Job
+from headwater.planner.whatif import FastCluster, Job, Outcomes
 
 _FEWEST = 16
 _STEP_LIMIT = 1.3
 _TOTAL_LIMIT = 4.0
 _QUANTILE = 0.25
-_SETTLED_PART = 0.25
+_QUEUED = 0.4
+"""Of the time to the first token: with more waiting than that, times say more of the queue, and of how it began, than
+of steps; so do times per token where workers prefill beside."""
 _JUDGED_MS = 60_000.0
 """The newest requests of a replay count: those before them bring the cluster where it was."""
 _PREFILL_PART, _PREFILL_DEAD_ZONE = 0.2, 0.08
@@ -64,27 +66,29 @@ def corrected(
     expected_output_tokens: float,
 ) -> Correction:
     """The next correction. `seen` and `jobs` are the same requests, as measured and to simulate."""
-    predicted = _replay(correction.applied(pool), held, jobs, expected_output_tokens)
-    judged_ms = jobs[-1].at_ms - max(_JUDGED_MS, (1 - _SETTLED_PART) * (jobs[-1].at_ms - jobs[0].at_ms) / 2)
-    pairs = [
-        (served, times)
-        for served, times in zip(seen, predicted, strict=True)
-        if served.at_ms >= judged_ms and not (isnan(served.tpot_ms) or isnan(times[1]))
+    outcomes = _replay(correction.applied(pool), held, jobs, expected_output_tokens)
+    judged_ms = jobs[-1].at_ms - max(_JUDGED_MS, (jobs[-1].at_ms - jobs[0].at_ms) / 2)
+    numbers = [
+        number
+        for number, served in enumerate(seen)
+        if served.at_ms >= judged_ms and not (isnan(served.tpot_ms) or isnan(outcomes.tpot_ms[number]))
     ]
-    if len(pairs) < _FEWEST:
+    if len(numbers) < _FEWEST:
         return correction
-    first = _ratio(_low([s.ttft_ms for s, _ in pairs]), _low([t[0] for _, t in pairs]))
-    later = _ratio(sum([s.tpot_ms for s, _ in pairs]), sum([t[1] for _, t in pairs]))
+    first = _ratio(_low([seen[n].ttft_ms for n in numbers]), _low([outcomes.ttft_ms[n] for n in numbers]))
+    later = _ratio(sum([seen[n].tpot_ms for n in numbers]), sum([outcomes.tpot_ms[n] for n in numbers]))
+    queued = sum([outcomes.queued_ms[n] for n in numbers]) > _QUEUED * sum([outcomes.ttft_ms[n] for n in numbers])
+    mixed = not all(outcomes.remote[n] for n in numbers)
     return Correction(
-        _moved(correction.prefill, first, _PREFILL_PART, _PREFILL_DEAD_ZONE),
-        _moved(correction.decode, later, _DECODE_PART, _DECODE_DEAD_ZONE),
-        abs(later - 1),
+        correction.prefill if queued else _moved(correction.prefill, first, _PREFILL_PART, _PREFILL_DEAD_ZONE),
+        correction.decode if queued and mixed else _moved(correction.decode, later, _DECODE_PART, _DECODE_DEAD_ZONE),
+        0.0 if queued and mixed else abs(later - 1),
     )
 
 
 def _replay(
     pool: Sequence[WorkerModel], held: Sequence[Held], jobs: Sequence[Job], expected_output_tokens: float
-) -> list[tuple[float, float]]:
+) -> Outcomes:
     start_ms = jobs[0].at_ms if jobs else 0.0
     before = [one for one in held if one.since_ms <= start_ms]
     cluster = FastCluster(pool, (before or held)[-1 if before else 0].plan, expected_output_tokens)
@@ -98,7 +102,7 @@ def _replay(
         cluster.submit(job)
     length_ms = jobs[-1].at_ms - start_ms if jobs else 0.0
     cluster.advance(start_ms + 2 * length_ms)
-    return list(zip(cluster.outcomes.ttft_ms, cluster.outcomes.tpot_ms, strict=True))
+    return cluster.outcomes
 
 
 def _low(values: Sequence[float]) -> float:
