@@ -123,6 +123,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 3.0
     router_queue_limit: Annotated[Positive, _doc("Requests in line; more are refused.")] = 1024
     router_queue_timeout: Annotated[Seconds, _doc("Longest wait in line.")] = 30.0
+    router_first_token_limit: Annotated[
+        Seconds, _doc("Refuse at once what would wait longer for its first token, by what is measured; 0: no limit.")
+    ] = 0.0
     router_class_limit: Annotated[
         tuple[str, ...], _doc("Requests of a priority class in line: low=N (below 0), normal=N (0), high=N (above 0).")
     ] = ()

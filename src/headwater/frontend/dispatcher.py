@@ -18,6 +18,7 @@ from headwater.errors import Draining, EngineFailed, HeadwaterError, InternalErr
 from headwater.frontend.connection import WorkerConnection
 from headwater.frontend.dispatch import Admission, TokenSink
 from headwater.frontend.fault_metrics import FaultMetrics
+from headwater.frontend.forecast import Forecast
 from headwater.frontend.hints import NO_HINTS, RoutingHints
 from headwater.frontend.journal import DecisionJournal
 from headwater.frontend.metrics import FrontendMetrics
@@ -49,6 +50,8 @@ class DispatchLimits:
     moves: MoveLimits = field(default_factory=MoveLimits)
     max_streams: int = 65_536
     """Open sequences."""
+    first_token_s: float = 0.0
+    """Longest wait for a first token: what would wait longer is refused; 0: no limit."""
     disagg: DisaggSettings = field(default_factory=DisaggSettings)
 
 
@@ -74,6 +77,8 @@ class ClusterDispatcher:
         self._clock = clock
         limits = limits or DispatchLimits()
         self._max_streams = limits.max_streams
+        self._first_token_s = limits.first_token_s
+        self._forecast = Forecast(limits.queue.tenant_weights)
         self._queue = AdmissionQueue(router, limits.queue)
         self._next_pump: asyncio.Handle | None = None
         self._journal = DecisionJournal(router, metrics.router)
@@ -117,20 +122,14 @@ class ClusterDispatcher:
         if self._admission is not None:
             self._admission.admit(record, requests)
         submission = Submission.of(card, requests, hints, record.tenant, self._clock.epoch() - now)
-        self._journal.begin(submission.record)
-        try:
-            placed = self._queue.submit(submission, now)
-        except HeadwaterError as error:
-            self._journal.refused(submission.record, error)
-            if self._notes is not None:
-                self._notes.note(ended_request(submission, "refused"))
-            raise
+        placed = self._enter(submission, now)
         record.prompt_tokens += submission.request.num_prompt_tokens
         metrics = self._metrics.model(card.name)
         streams = [
             Stream(sink, request, record, metrics, submission) for request, sink in zip(requests, sinks, strict=True)
         ]
         numbers = [self._streams.add(stream) for stream in streams]
+        self._forecast.came(card.fingerprint, submission.tenant, len(streams), now)
         if placed is None:
             self._pump_soon()
             return numbers
@@ -140,8 +139,30 @@ class ClusterDispatcher:
             self._journal.refused(submission.record, error)
             for stream in streams:
                 self._streams.remove(stream)
+                self._forecast.left(card.fingerprint, submission.tenant, now)
             raise
         return numbers
+
+    def _enter(self, submission: Submission, now: float) -> Placed | None:
+        """Where it goes at once; None while it waits. Raises why it may do neither."""
+        self._journal.begin(submission.record)
+        try:
+            self._check_wait(submission, now)
+            return self._queue.submit(submission, now)
+        except HeadwaterError as error:
+            self._journal.refused(submission.record, error)
+            if self._notes is not None:
+                self._notes.note(ended_request(submission, "refused"))
+            raise
+
+    def _check_wait(self, submission: Submission, now: float) -> None:
+        """What cannot begin in time is not taken in: it would only make others late."""
+        if self._first_token_s:
+            limit = now + self._first_token_s
+            submission.deadline = limit if submission.deadline is None else min(limit, submission.deadline)
+        if submission.deadline is not None:
+            fingerprint, allowed_s = submission.request.fingerprint, submission.deadline - now
+            self._forecast.admit(fingerprint, submission.tenant, allowed_s, now)
 
     def abort(self, streams: Sequence[int]) -> None:
         by_connection: dict[WorkerConnection, list[int]] = {}
@@ -282,6 +303,9 @@ class ClusterDispatcher:
         """The first that its present worker sends. What it found in its cache is news to the client only once."""
         stream.begun = True
         self._moves.began(stream)
+        if stream.waits:
+            stream.waits = False
+            self._forecast.began(stream.submission.request.fingerprint, stream.submission.tenant, now)
         cached_tokens = output.num_cached_tokens
         self._placer.prefilled(stream)
         if stream.booking is not None:
@@ -326,6 +350,8 @@ class ClusterDispatcher:
         """It is open no longer."""
         self._streams.remove(stream)
         self._moves.ended(stream)
+        if stream.waits:
+            self._forecast.left(stream.submission.request.fingerprint, stream.submission.tenant, self._clock.now())
         if stream.submission.withdraw(stream.request.stream):
             self._queue.cancel(stream.submission)
         stream.record.output_tokens += stream.num_tokens

@@ -97,7 +97,9 @@ class Frontend:
             notes=self._request_log,
         )
         build = partial(build_model, tokenizer_backend=config.frontend.tokenizer_backend)
-        self.models: ModelSet[ServedModel | RelayedModel] = ModelSet(self.view, build, ArtifactCache(cache_folder), on_built)
+        self.models: ModelSet[ServedModel | RelayedModel] = ModelSet(
+            self.view, build, ArtifactCache(cache_folder), on_built
+        )
         self.cluster = Cluster(
             registry,
             lambda address: planes.link(address, frontend_id),
@@ -184,7 +186,7 @@ class Frontend:
     async def _look_around(self) -> None:
         """Until all workers that are ready are connected and their models can be served; not for ever."""
         deadline = self._clock.now() + _LOOK_AROUND_S
-        while not self._knows_its_way() and self._clock.now() < deadline:
+        while not self._knows_its_way() and self._clock.now() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
     def _knows_its_way(self) -> bool:

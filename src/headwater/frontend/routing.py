@@ -40,6 +40,7 @@ def dispatch_limits(config: ServeConfig, tenant_weights: Mapping[str, float]) ->
     return DispatchLimits(
         queue=queue_limits(config.router, tenant_weights),
         moves=MoveLimits(config.faults.migration_limit, config.faults.migration_timeout),
+        first_token_s=config.router.router_first_token_limit,
         max_streams=config.frontend.max_concurrent_requests * _SEQUENCES_PER_REQUEST,
         disagg=_disagg_settings(config.disaggregation),
     )

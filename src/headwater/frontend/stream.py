@@ -41,6 +41,7 @@ class Stream:
         "submission",
         "tokens",
         "wait_until",
+        "waits",
         "why_moved",
     )
 
@@ -79,6 +80,8 @@ class Stream:
         self.moves = 0
         self.died_at: int | None = None
         """How many tokens it had when a worker last died while it was there."""
+        self.waits = True
+        """Nothing has come for it yet, from any worker."""
         self.wait_until: float | None = None
         """While it has no worker any more: when it is given up."""
         self.why_moved = ""
