@@ -427,11 +427,12 @@ class EngineConformance:
         async with self.bench() as bench:
             key = namespace("tenant", "layout", salt="s")
             request = bench.request(prompt_of(40), 30, namespace=key)
-            request.block_ids = chain_block_ids(key, request.prompt, BLOCK_SIZE)
+            block_size = bench.info.card.block_size
+            request.block_ids = chain_block_ids(key, request.prompt, block_size)
             (tokens,) = await bench.run(request)
             await self.settle()
             written = request.prompt + array("I", tokens[:-1]).tobytes()
-            ids = chain_block_ids(key, written, BLOCK_SIZE)
+            ids = chain_block_ids(key, written, block_size)
             stored = [event for event in bench.recorder.events if isinstance(event, BlocksStored)]
             assert b"".join(event.block_ids for event in stored) == ids
             assert bench.engine.resident_blocks() == [BlocksStored(ids)]
