@@ -5,10 +5,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from headwater.clock import RealClock
+from headwater.errors import StoreError
 from headwater.kv.admission import AdmitAll, SecondUse
 from headwater.kv.block import ROOT
 from headwater.kv.lifecycle import Rules
+from headwater.kv.node import wire
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.prices import NodePrices
 from headwater.kv.node.server import Server
@@ -16,6 +20,7 @@ from headwater.kv.node.store import NodeStore, Piece
 from headwater.kv.pricing import ComputeRate
 from headwater.kv.resident import ResidentBlocks
 from headwater.kv.stores.base import TierStore
+from headwater.kv.stores.finishing import finished
 from headwater.kv.stores.host import HostTier, TierOptions
 from headwater.kv.stores.memory import MemoryTier
 from headwater.runtime.conformance import eventually, run_leak_checked
@@ -238,13 +243,17 @@ def test_damage_below_is_not_brought_up(tmp_path: Path) -> None:
 
 
 def test_a_load_that_takes_too_long_gives_what_has_come(tmp_path: Path) -> None:
-    class Slow(MemoryTier):
+    release = asyncio.Event()
+
+    class Hanging(MemoryTier):
+        """As a disk that does not answer: what was begun cannot be called off."""
+
         async def get(self, family, ids, into):  # type: ignore[no-untyped-def]
-            await asyncio.sleep(30.0)
+            await finished(asyncio.ensure_future(release.wait()))
             return await super().get(family, ids, into)
 
     async def check() -> None:
-        disk = Slow(32 << 20, "disk")
+        disk = Hanging(32 << 20, "disk")
         async with running(tmp_path, lower=disk, eager=True) as node:
             client = await node.client()
             run = piece("a", 10)
@@ -252,6 +261,9 @@ def test_a_load_that_takes_too_long_gives_what_has_come(tmp_path: Path) -> None:
             await eventually(lambda: all(disk.known(run.ids)), "written to the lower tier")
             await node.host.remove(run.ids[16 * 3 :])
             assert await load(client, run, timeout_s=0.1) == 3
+            assert await load(client, run, timeout_s=0.1) == 3
+            release.set()
+            await eventually(lambda: client.num_in_host(run.ids) == 10, "it comes in the end, for the next one")
 
     run_leak_checked(check())
 
@@ -349,5 +361,26 @@ def test_a_tier_that_was_slow_and_has_recovered_is_noticed(tmp_path: Path) -> No
                 await asyncio.sleep(0.001)
             assert refusals < 40, "one of them was tried beside the computation"
             await eventually(lambda: client.num_in_host(run.ids) == 20, "brought up")
+
+    run_leak_checked(check())
+
+
+def test_a_client_that_sends_nonsense_is_cut_off_and_harms_nobody(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path) as node:
+            client = await node.client()
+            run = piece("a", 4)
+            await client.offer(run, payloads(run))
+            for nonsense in (b"\xff\xff\xff\xff", b"\4\0\0\0abcd", wire.encode(wire.AskStatus(1))):
+                reader, writer = await asyncio.open_unix_connection(node.path)
+                writer.write(nonsense)
+                assert await reader.read() == b""
+                writer.close()
+                await writer.wait_closed()
+            with pytest.raises(StoreError, match="16 bytes each"):
+                await client._ask(wire.Locate(0, wire.Chain(run.family, b"odd", 0, ROOT), 0.0), wire.Located)
+            with pytest.raises(StoreError, match="no object tier"):
+                await client.list_blocks("object")
+            assert await load(client, run) == 4
 
     run_leak_checked(check())

@@ -16,7 +16,6 @@ from headwater.kv.resident import stored_runs
 from headwater.kv.stores.base import TierEvent, TierStore
 from headwater.kv.stores.disk import DiskTier
 from headwater.kv.stores.host import HostTier
-from headwater.kv.table import residents
 from headwater.protocol.events import BlocksCleared, BlocksStored
 
 _REFUSALS = {Refusal.PRESENT: wire.PRESENT, Refusal.BUSY: wire.BUSY, Refusal.FULL: wire.FULL}
@@ -94,14 +93,10 @@ class Requests:
 
     def residency(self) -> Iterator[list[TierEvent]]:
         """Everything that is resident at the first step, for one who begins to follow, in parts of bounded size."""
-        snapshots = [
-            (tier.tier, tier.ledger.table.snapshot())
-            for tier in self._store.tiers
-            if isinstance(tier, HostTier | DiskTier)
-        ]
-        for name, snapshot in snapshots:
+        snapshots = [(tier.tier, tier.resident()) for tier in self._store.tiers]
+        for name, resident in snapshots:
             yield [BlocksCleared(name)]
-            blocks = ((block_id, None if parent == ROOT else parent) for block_id, parent in residents(snapshot))
+            blocks = ((block_id, None if parent == ROOT else parent) for block_id, parent in resident)
             while part := list(islice(blocks, _SNAPSHOT_BLOCKS)):
                 yield [BlocksStored(run.block_ids, run.parent, name) for run in stored_runs(part)]
 

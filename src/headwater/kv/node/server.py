@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 256
 _MAX_UNDER_WAY = 64
 _MAX_UNSENT_BYTES = 16 << 20
+_ACCEPT_PAUSE_S = 0.5
 _EVENTS_S = 0.05
 _EVENTS_PER_FRAME = 256
 _MAX_BACKLOG = 4096
@@ -67,7 +68,12 @@ class Server:
         loop = asyncio.get_running_loop()
         assert self._listener is not None
         while True:
-            client, _ = await loop.sock_accept(self._listener)
+            try:
+                client, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                logger.error("the store cannot take a connection: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
             if len(self._connections) >= _MAX_CONNECTIONS or not _allowed(client):
                 client.close()
                 continue
@@ -182,12 +188,22 @@ class _Connection(asyncio.Protocol):
             self._greet(request)
         elif not self.name:
             raise ProtocolError("the first message was no greeting")
-        elif (answer := self._server.requests.answer_now(self.holder, request)) is not None:
-            self.send(wire.encode(answer))
+        elif self._answered_now(request):
+            return
         elif len(self._under_way) >= _MAX_UNDER_WAY:
             self._fail(request.serial, Overloaded(f"{_MAX_UNDER_WAY} requests of this client are under way"))
         else:
             self._begin(self._answer(request))
+
+    def _answered_now(self, request: wire.Request) -> bool:
+        try:
+            answer = self._server.requests.answer_now(self.holder, request)
+        except HeadwaterError as error:
+            self._fail(request.serial, error)
+            return True
+        if answer is not None:
+            self.send(wire.encode(answer))
+        return answer is not None
 
     async def _answer(self, request: wire.Request) -> None:
         try:

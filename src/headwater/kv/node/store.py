@@ -10,10 +10,10 @@ A lower tier that fails makes its blocks absent, nothing else. All work at a tie
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headwater.clock import Clock
 from headwater.errors import StoreError, Unavailable
@@ -39,6 +39,7 @@ _MAX_SPILLS = 65_536
 _SPILL_TIMEOUT_S = 30.0
 _BUSY_WAIT_S = 0.25
 _TICK_S = 1.0
+_CLOSE_S = 30.0
 
 
 class Piece(NamedTuple):
@@ -102,6 +103,8 @@ class NodeStore:
         self._clock = clock
         self._commit = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._going_on: set[asyncio.Task[None]] = set()
+        """Loads, whoever still waits for them."""
 
     def start(self) -> None:
         self._tasks.append(asyncio.create_task(self._tick()))
@@ -110,9 +113,11 @@ class NodeStore:
     async def close(self) -> None:
         """Idempotent. What has not been copied down yet stays undone."""
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
+        for task in (*tasks, *self._going_on):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._going_on:
+            await asyncio.wait(self._going_on, timeout=_CLOSE_S)
         for one in self.lower:
             with suppress(StoreError):
                 await one.tier.close()
@@ -162,16 +167,25 @@ class NodeStore:
         deadline = self._clock.now() + timeout_s
         present = 0
         for piece in pieces_of(chain):
-            try:
-                async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
-                    await self._fetch_piece(piece, priority, timeout_s)
-            except TimeoutError:
-                pass
+            await self._within(deadline, self._fetch_piece(piece, priority, timeout_s))
             leading = self.host.ledger.table.num_leading(piece.ids)
             present += leading
             if leading < piece.num_blocks:
                 break
         return present
+
+    async def _within(self, deadline: float, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for work up to a time and no longer. It goes on without us, for a read that was begun cannot be called
+        off, and what it brings may be of use to others."""
+        task = asyncio.create_task(work)
+        self._going_on.add(task)
+        task.add_done_callback(self._gone_on)
+        await asyncio.wait({task}, timeout=max(0.0, deadline - self._clock.now()))
+
+    def _gone_on(self, task: "asyncio.Task[None]") -> None:
+        self._going_on.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a load into the host tier failed: %s", error, exc_info=error)
 
     async def _fetch_piece(self, piece: Piece, priority: Priority, timeout_s: float) -> None:
         for run in self.locate(piece):
@@ -280,6 +294,9 @@ class NodeStore:
                     await self._spill_now(one, piece)
             except (StoreError, Unavailable) as error:
                 self._note_problem(one, error)
+                one.num_dropped += piece.num_blocks
+            except Exception:
+                logger.exception("blocks could not be written to the %s tier", one.tier.tier)
                 one.num_dropped += piece.num_blocks
             finally:
                 one.spilling.difference_update(split_block_ids(piece.ids))

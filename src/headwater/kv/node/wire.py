@@ -19,6 +19,7 @@ VERSION = 1
 MAX_FRAME_BYTES = 8 << 20
 MAX_BLOCKS = 16_384
 """Per message."""
+MAX_POSITION = (1 << 32) - 1 - MAX_BLOCKS
 LENGTH_BYTES = 4
 
 PRESENT, BUSY, FULL = -1, -2, -3
@@ -42,7 +43,7 @@ class Chain(msgspec.Struct, frozen=True, array_like=True):
 
     family: Family
     ids: Ids
-    first: Count
+    first: Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITION)]
     """Position of the first one."""
     parent: Id
     """The block before it; zeros at the start of the sequence."""
