@@ -18,6 +18,9 @@ sys.path.insert(0, str(TESTS))
 
 from headwater.clock import RealClock  # noqa: E402
 from headwater.kv.block import ROOT, Block, Family  # noqa: E402
+from headwater.kv.node import wire  # noqa: E402
+from headwater.kv.node.benchmark import store_process  # noqa: E402
+from headwater.kv.node.client import StoreClient  # noqa: E402
 from headwater.kv.stores.disk import DiskOptions, DiskTier  # noqa: E402
 from headwater.kv.stores.host import TierOptions  # noqa: E402
 from headwater.kv.table import Record  # noqa: E402
@@ -63,6 +66,48 @@ def kill_loop(kills: int, cap_bytes: int, size: int) -> None:
     print(f"slowest reopen of {cap_bytes >> 20} MiB: {slowest * 1e3:.1f} ms")
 
 
+def kill_workers(kills: int, size: int) -> None:
+    """Four workers at a time on one store, one of them killed and replaced again and again."""
+    moment = random.Random(3)
+    with store_process(64 << 20, 4096) as path:
+        workers: list[subprocess.Popen[bytes]] = []
+        for number in range(kills + 4):
+            command = [sys.executable, TESTS / "kv_worker_child.py", path, str(size), str(number), "3600"]
+            workers.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+            if number >= 4:
+                victim = workers.pop(0)
+                assert victim.stdout is not None
+                assert victim.stdout.readline() == b"working\n"
+                time.sleep(moment.uniform(0.0, 0.1))
+                assert victim.poll() is None, f"a worker ended with {victim.returncode}: it was served the wrong bytes"
+                victim.kill()
+                victim.communicate()
+        for worker in workers:
+            assert worker.poll() is None
+            worker.kill()
+            worker.communicate()
+        status, verified = asyncio.run(look(path, size))
+    host = status.tiers[0]
+    print(
+        f"{kills} workers killed: {host.num_hits} blocks read, {host.num_stored} stored, {host.num_damaged} damaged; "
+        f"{verified.num_checked} checked at the end, {verified.num_damaged} damaged; no place leaked"
+    )
+
+
+async def look(path: Path, size: int) -> tuple[wire.StatusReport, wire.Verified]:
+    client = StoreClient(path, "bench")
+    await client.start(patience_s=5.0)
+    for _ in range(100):
+        status = await client.status()
+        if status.tiers[0].used_bytes == status.tiers[0].num_blocks * size:
+            break
+        await asyncio.sleep(0.05)
+    assert status.tiers[0].used_bytes == status.tiers[0].num_blocks * size, "capacity is leaked"
+    verified = await client.verify("host")
+    await client.close()
+    return status, verified
+
+
 def reopen(num_blocks: int) -> None:
     """A tier of so many 4 KiB blocks; the payloads are never written, for they are not read on opening."""
     with tempfile.TemporaryDirectory(prefix="kv-crash-") as name:
@@ -88,12 +133,15 @@ def reopen(num_blocks: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--worker-kills", type=int, default=200)
     parser.add_argument("--cap-mib", type=int, default=16)
     parser.add_argument("--block-bytes", type=int, default=16384)
     parser.add_argument("--reopen-blocks", type=int, default=1_000_000)
     args = parser.parse_args()
     if args.kills:
         kill_loop(args.kills, args.cap_mib << 20, args.block_bytes)
+    if args.worker_kills:
+        kill_workers(args.worker_kills, args.block_bytes)
     if args.reopen_blocks:
         reopen(args.reopen_blocks)
 

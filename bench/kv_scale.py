@@ -2,6 +2,7 @@
 
     python bench/kv_scale.py --blocks 10000000          # look-ups and stores per second, bytes per block
     python bench/kv_scale.py --overload 60              # seconds of writing ten times what the tiers hold
+    python bench/kv_scale.py --tenants 2000             # can one tenant tell by the time what another has asked?
 
 The first keeps the table of a tier with so many blocks in memory, without payloads: 4 KiB each are only reckoned with.
 """
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from headwater.clock import RealClock
 from headwater.kv.admission import SecondUse
 from headwater.kv.block import ROOT, Block
+from headwater.kv.identity import chain_block_ids, namespace
 from headwater.kv.lifecycle import Ledger, Rules
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.prices import NodePrices
@@ -144,16 +146,59 @@ async def overload(seconds: float) -> None:
         assert most_disk <= disk_bytes
 
 
+async def tenants(num_rounds: int) -> None:
+    """Tenant B asks for prompts that tenant A has stored, and for prompts that nobody has, in turns."""
+    size, tokens = 64 << 10, 16 * 64
+    with tempfile.TemporaryDirectory(prefix="kv-scale-") as name:
+        clock = RealClock()
+        host = HostTier(TierOptions(256 << 20), clock)
+        store = NodeStore(host, [], {}, NodePrices(), clock)
+        server = Server(store, Path(name, "kv.sock"), clock)
+        store.start()
+        server.start()
+        client = StoreClient(Path(name, "kv.sock"), "bench")
+        await client.start(patience_s=5.0)
+        keys = {tenant: namespace("model", "layout", salt=tenant) for tenant in ("a", "b")}
+        prompts = [random.Random(number).randbytes(4 * tokens) for number in range(32)]
+        into = [memoryview(bytearray(size)) for _ in range(tokens // 16)]
+        for prompt in prompts:
+            ids = chain_block_ids(keys["a"], prompt, 16)
+            await client.offer(Piece(family_of(size, "a"), ids, 0, ROOT), into)
+        times: dict[str, list[float]] = {"stored by a": [], "stored by nobody": []}
+        for number in range(num_rounds):
+            theirs = prompts[number % len(prompts)]
+            for what, prompt in (
+                ("stored by a", theirs),
+                ("stored by nobody", random.Random(-number - 1).randbytes(4 * tokens)),
+            ):
+                run = Piece(family_of(size, "b"), chain_block_ids(keys["b"], prompt, 16), 0, ROOT)
+                started = time.perf_counter()
+                runs = await client.match(run)
+                loaded = await client.load(run, into, timeout_s=1.0)
+                times[what].append(time.perf_counter() - started)
+                assert (runs, loaded) == ([], 0), "a block was shared between tenants"
+        for what, took in times.items():
+            took.sort()
+            quartiles = [f"{took[len(took) * part // 4] * 1e6:.0f}" for part in (1, 2, 3)]
+            print(f"tenant b asks for what is {what}: quartiles {', '.join(quartiles)} us")
+        await client.close()
+        await server.close()
+        await store.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=0)
     parser.add_argument("--overload", type=float, default=0.0)
+    parser.add_argument("--tenants", type=int, default=0)
     args = parser.parse_args()
     os.nice(5)
     if args.blocks:
         metadata(args.blocks)
     if args.overload:
         asyncio.run(overload(args.overload))
+    if args.tenants:
+        asyncio.run(tenants(args.tenants))
 
 
 if __name__ == "__main__":
