@@ -17,7 +17,7 @@ Promises every tier keeps:
 - Work beyond the tier's bound of calls in flight waits its turn; cancelling a waiting call takes it out of the line.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -109,6 +109,10 @@ class TierStore(Protocol):
 
         Bounded: where too much has gathered, one `BlocksCleared` followed by what is resident now stands for it.
         """
+        ...
+
+    def resident(self) -> Iterator[tuple[bytes, bytes]]:
+        """(id, parent) of everything known here, as it is when this is called; read at leisure."""
         ...
 
     async def close(self) -> None:

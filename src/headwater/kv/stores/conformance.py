@@ -219,6 +219,9 @@ class TierConformance:
         for run in runs:
             assert tier.known(run.ids) == bytes(block_id in resident for block_id in run.split)
         assert len(resident) == tier.usage().num_blocks
+        told = {block_id for block_id, _ in tier.resident()}
+        assert len(told) == len(resident)
+        assert all(block_id in resident for block_id in told)
         await tier.clear()
         follow()
         assert len(resident) == 0

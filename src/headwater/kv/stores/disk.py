@@ -10,7 +10,7 @@ The tier refuses work while the medium does not answer (`TierUnavailable`), and 
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from headwater.kv.stores.base import Absent, Kept, TierEvent, TierUsage
 from headwater.kv.stores.disk_files import DiskFiles
 from headwater.kv.stores.disk_io import DiskIo, Outcome, Piece
 from headwater.kv.stores.host import KEPT, BlockWorth, TierOptions, equal_worth, make_ledger, usage_of
-from headwater.kv.table import RECORD_BYTES, BlockTable, index_bytes
+from headwater.kv.table import RECORD_BYTES, BlockTable, index_bytes, residents
 from headwater.types import Tier
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,9 @@ class DiskTier:
 
     def drain_events(self) -> list[TierEvent]:
         return self.ledger.drain_events()
+
+    def resident(self) -> Iterator[tuple[bytes, bytes]]:
+        return residents(self.ledger.table.snapshot())
 
     def tick(self) -> None:
         """As `HostTier.tick`."""

@@ -5,7 +5,7 @@ Copies are made by whoever has the other end: workers copy to and from their eng
 `reserve` and `lease`. Everything read is checked against its checksum after it was copied.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headwater.clock import Clock
@@ -18,7 +18,7 @@ from headwater.kv.shares import Shares
 from headwater.kv.space import Space, chunk_bytes_for
 from headwater.kv.stores.base import Absent, Kept, TierEvent, TierUsage
 from headwater.kv.stores.shared_pool import SharedPool
-from headwater.kv.table import BlockTable, Record
+from headwater.kv.table import BlockTable, Record, residents
 from headwater.types import Tier
 
 LOCAL = 0
@@ -174,6 +174,9 @@ class HostTier:
 
     def drain_events(self) -> list[TierEvent]:
         return self.ledger.drain_events()
+
+    def resident(self) -> Iterator[tuple[bytes, bytes]]:
+        return residents(self.ledger.table.snapshot())
 
     def tick(self) -> None:
         """Let run out what is due, and keep some room free. To be called every second or so."""

@@ -1,7 +1,7 @@
 """The in-process tier: blocks as bytes objects in a dict, least recently used first out. The twin of the real tiers
 for simulations and tests; nothing outlives the process."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from headwater.errors import StoreClosed
@@ -66,6 +66,9 @@ class MemoryTier:
             return events
         resident = stored_runs((block.id, block.parent) for _, block, _ in self._blocks.values())
         return [BlocksCleared(self.tier), *(BlocksStored(run.block_ids, run.parent, self.tier) for run in resident)]
+
+    def resident(self) -> Iterator[tuple[bytes, bytes]]:
+        return iter([(block.id, block.parent) for _, block, _ in self._blocks.values()])
 
     async def close(self) -> None:
         self._closed = True

@@ -9,7 +9,7 @@ is left alone for a while.
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -282,7 +282,10 @@ class PeerTier:
         now = self._clock.now()
         for block_id in [block_id for block_id, seen in self._seen.items() if seen.until <= now]:
             self._forget(block_id)
-        return self._journal.drain((block_id, seen.parent) for block_id, seen in self._seen.items())
+        return self._journal.drain(self.resident())
+
+    def resident(self) -> Iterator[tuple[bytes, bytes]]:
+        return iter([(block_id, seen.parent) for block_id, seen in self._seen.items()])
 
     async def close(self) -> None:
         if self._closed:

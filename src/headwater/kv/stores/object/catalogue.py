@@ -4,7 +4,7 @@ A block is visible when it lies in a known object or is gathered in memory; ever
 Bytes count against the cap from the moment they are reserved until the bucket has confirmed that they are gone.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -211,9 +211,11 @@ class Catalogue:
         )
 
     def drain_events(self) -> list[TierEvent]:
+        return self._journal.drain(self.resident())
+
+    def resident(self) -> Iterator[tuple[bytes, bytes]]:
         gathered = ((loose.block.id, loose.block.parent) for loose in self.gathering.oldest())
-        known = ((block_id, parent or ROOT) for block_id, parent in self.blocks.resident())
-        return self._journal.drain(chain(known, gathered))
+        return chain(self.blocks.resident(), gathered)
 
     def _note_stored(self, block_id: bytes, parent: bytes | None) -> None:
         self._journal.stored(block_id, parent or ROOT)

@@ -1,9 +1,10 @@
 """Which blocks are known to be in the bucket, by run. Pure, bounded, least recently used runs first out."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from headwater.kv.block import ROOT
 from headwater.kv.stores.object.runs import RunShape
 
 
@@ -16,9 +17,6 @@ class KnownRun:
     ids: list[bytes | None]
     removed: dict[int, bytes] = field(default_factory=dict[int, bytes])
     """Blocks that are in the object but count as absent until they are put again."""
-
-    def parent_of(self, index: int) -> bytes | None:
-        return self.ids[index - 1] if index else None
 
     @property
     def num_blocks(self) -> int:
@@ -101,9 +99,16 @@ class KnownBlocks:
     def oldest(self) -> KnownRun | None:
         return next(iter(self._runs.values()), None)
 
-    def resident(self) -> Iterator[tuple[bytes, bytes | None]]:
-        """(id, parent) of every block, parents before children within a run."""
-        for run in self._runs.values():
-            for index, block_id in enumerate(run.ids):
-                if block_id is not None:
-                    yield block_id, run.parent_of(index)
+    def resident(self) -> Iterator[tuple[bytes, bytes]]:
+        """(id, parent) of every block as of now, parents before children within a run; where the parent is not known
+        the block stands as the first of a chain."""
+        return _pairs([run.ids.copy() for run in self._runs.values()])
+
+
+def _pairs(runs: Sequence[Sequence[bytes | None]]) -> Iterator[tuple[bytes, bytes]]:
+    for ids in runs:
+        parent: bytes | None = None
+        for block_id in ids:
+            if block_id is not None:
+                yield block_id, parent or ROOT
+            parent = block_id

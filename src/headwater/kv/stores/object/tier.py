@@ -10,7 +10,7 @@ What is not a whole run yet waits in memory, visible to this process, and is los
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -91,6 +91,9 @@ class ObjectTier:
 
     def drain_events(self) -> list[TierEvent]:
         return self._catalogue.drain_events()
+
+    def resident(self) -> Iterator[tuple[bytes, bytes]]:
+        return self._catalogue.resident()
 
     async def close(self) -> None:
         if self._closed:
