@@ -1,0 +1,250 @@
+"""Hand-offs that go wrong: the request is answered all the same, with the same tokens, and no block stays behind.
+
+Between mockers, with real planes and real transfer. What needs processes that die or stop is in `bench/handoff_faults`.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from handoff_bench import Member, Workers, prompt_of, request, workers
+
+from headwater.config.schema import EngineConfig
+from headwater.engines.mocker.engine import MockerEngine
+from headwater.handoff import decode as decode_side
+from headwater.handoff import prefill as prefill_side
+from headwater.handoff.patience import Patience
+from headwater.protocol.request import RemotePrefill
+from headwater.runtime.conformance import eventually, run_leak_checked
+from headwater.transfer.backends.shm import SharedLink
+from headwater.transfer.outcome import Stop
+
+PROMPT = prompt_of(400)
+MOVE = SharedLink.move
+
+
+class Pair:
+    """A prefill worker that takes its time (2 ms a token, 64 tokens a step), and a decode worker."""
+
+    def __init__(self, cluster: Workers, expected: list[int]) -> None:
+        self.cluster = cluster
+        self.expected = expected
+        self.prefill, self.decode = cluster["p"], cluster["d"]
+        self.where = cluster.prefill_at("p")
+
+    async def begin(self, stream: int = 1, where: RemotePrefill | None = None) -> None:
+        """A hand-off of which some has arrived."""
+        self.decode.send(request(stream, PROMPT, prefill=where or self.where))
+        moved = self.decode.counts.blocks_moved
+        await eventually(lambda: self.decode.counts.blocks_moved > moved, "something has arrived")
+
+    async def ends(self, stream: int = 1) -> None:
+        """With the right tokens, and without leaving anything."""
+        await eventually(lambda: stream in self.decode.reasons, "it ends", 30)
+        assert self.decode.tokens[stream] == self.expected
+        assert not self.decode.errors
+
+    async def fell_back(self, *, kept: bool = True) -> None:
+        await self.ends()
+        await eventually(lambda: self.decode.counts.fell_back == 1, "it is counted")
+        assert self.decode.counts.done == 0
+        assert (self.decode.counts.blocks_moved > 0) == kept
+        await self.decode.all_free()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    vocab = {"<s>": 0, **{f"Ġ{'abcdefghij'[number % 10] * (2 + number // 10)}": number for number in range(1, 200)}}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}))
+    return EngineConfig(
+        engine="mocker", tokenizer=str(path), num_kv_blocks=200, max_num_seqs=8, max_num_batched_tokens=72
+    )
+
+
+def mocker(config: EngineConfig, **options: object) -> MockerEngine:
+    fields = {name: getattr(config, name) for name in config.__struct_fields__}
+    return MockerEngine(EngineConfig(**(fields | options)))
+
+
+@asynccontextmanager
+async def pair(config: EngineConfig, *, checksums: bool = False, **prefill: object) -> AsyncIterator[Pair]:
+    slow = {"mocker_prefill_ms_per_token": 2.0} | prefill
+    fast = mocker(config, mocker_speedup=0.0)
+    async with workers({"alone": fast}) as cluster:
+        (expected,) = await cluster["alone"].run(request(1, PROMPT))
+    engines = {"p": mocker(config, **slow), "d": mocker(config, mocker_speedup=20.0)}
+    async with workers(engines, checksums=checksums) as cluster:
+        yield Pair(cluster, expected)
+
+
+def test_a_prefill_worker_that_dies(config: EngineConfig) -> None:
+    async def check() -> None:
+        async with pair(config) as it:
+            await it.begin()
+            await it.prefill.shell._listener.close()
+            await it.fell_back()
+
+    run_leak_checked(check())
+
+
+def test_a_prefill_worker_that_was_never_there(config: EngineConfig) -> None:
+    async def check() -> None:
+        async with pair(config) as it:
+            it.decode.send(request(1, PROMPT, prefill=RemotePrefill("ghost", "inproc://nobody")))
+            await it.fell_back(kept=False)
+
+    run_leak_checked(check())
+
+
+def test_a_prefill_worker_that_stalls_or_is_slow(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(patience: Patience, delay_ms: float, kept: bool) -> None:
+        monkeypatch.setattr(decode_side, "patience", lambda *_: patience)
+        async with pair(config, mocker_prefill_ms_per_token=delay_ms) as it:
+            it.decode.send(request(1, PROMPT, prefill=it.where))
+            await it.fell_back(kept=kept)
+            await it.prefill.all_free()
+
+    run_leak_checked(check(Patience(0.5, 0.4), 2.0, kept=True))
+    run_leak_checked(check(Patience(30.0, 0.4), 10.0, kept=False))
+
+
+def test_a_prefill_worker_that_refuses(config: EngineConfig) -> None:
+    async def check() -> None:
+        async with pair(config, block_size=32) as it:
+            it.decode.send(request(1, PROMPT, prefill=it.where))
+            await it.fell_back(kept=False)
+        async with pair(config) as it:
+            it.prefill.shell.stop()
+            it.decode.send(request(1, PROMPT, prefill=it.where))
+            await it.fell_back(kept=False)
+
+    run_leak_checked(check())
+
+
+def test_a_prefill_worker_without_room(config: EngineConfig) -> None:
+    """It preempts what it prefills for others, which is told at once."""
+
+    async def check() -> None:
+        async with pair(config, num_kv_blocks=30, mocker_prefill_ms_per_token=0.5) as it:
+            own = [request(10 + n, prompt_of(20, n), 150) for n in range(3)]
+            it.prefill.send(*own)
+            it.decode.send(request(1, PROMPT, prefill=it.where))
+            await it.ends()
+            await it.decode.all_free()
+            await eventually(lambda: len(it.prefill.reasons) == 3, "its own end", 30)
+            assert not it.prefill.errors
+            await it.prefill.all_free()
+
+    run_leak_checked(check())
+
+
+def test_damaged_blocks_are_noticed_and_computed_anew(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaging(self: SharedLink, step: object, stop: Stop) -> None:
+        MOVE(self, step, stop)  # type: ignore[arg-type]
+        target, _, pairs = step.small  # type: ignore[attr-defined]
+        target[pairs[0][0].start] ^= 1
+
+    monkeypatch.setattr(SharedLink, "move", damaging)
+
+    async def check(checksums: bool) -> None:
+        async with pair(config, checksums=checksums) as it:
+            if checksums:
+                it.decode.send(request(1, PROMPT, prefill=it.where))
+                await it.fell_back(kept=False)
+            else:
+                (tokens,) = await it.decode.run(request(1, PROMPT, prefill=it.where))
+                assert tokens != it.expected
+
+    run_leak_checked(check(True))
+    run_leak_checked(check(False))
+
+
+@pytest.mark.parametrize("stage", ["queued", "arriving"])
+def test_a_client_that_leaves_stops_both_workers(config: EngineConfig, stage: str) -> None:
+    async def check() -> None:
+        async with pair(config, max_num_seqs=1) as it:
+            if stage == "queued":
+                it.prefill.send(request(5, prompt_of(100, 3), 2000))
+                await eventually(lambda: bool(it.prefill.tokens), "the prefill worker is busy")
+                it.decode.send(request(1, PROMPT, prefill=it.where))
+                await eventually(lambda: it.prefill.load is not None and it.prefill.load.num_waiting == 1, "it waits")
+            else:
+                await it.begin()
+            it.decode.abort(1)
+            await it.decode.all_free()
+            if stage == "queued":
+                it.prefill.abort(5)
+            await it.prefill.all_free()
+            assert 1 not in it.decode.tokens
+
+    run_leak_checked(check())
+
+
+def test_a_decode_worker_that_vanishes_leaves_no_blocks_behind(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_side, "GONE_S", 0.3)
+
+    async def check() -> None:
+        async with pair(config) as it:
+            await it.begin()
+            peers = it.decode.shell._handoffs._decode._peers._peers  # type: ignore[union-attr]
+            (peer,) = peers.values()
+            await peer._link.close()
+            await it.prefill.all_free()
+            it.decode.abort(1)
+            await it.decode.all_free()
+
+    run_leak_checked(check())
+
+
+def test_a_worker_that_was_asleep_does_not_believe_what_it_read(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_side, "_ASLEEP_S", 0.0)
+
+    async def check() -> None:
+        async with pair(config) as it:
+            it.decode.send(request(1, PROMPT, prefill=it.where))
+            await it.fell_back(kept=False)
+
+    run_leak_checked(check())
+
+
+def test_room_is_never_waited_for_in_a_circle(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers that decode and prefill for each other, with room for hardly one prompt each."""
+    monkeypatch.setattr(decode_side, "patience", lambda *_: Patience(0.6, 0.6))
+
+    async def check() -> None:
+        engines = {name: mocker(config, num_kv_blocks=30, mocker_speedup=20.0) for name in ("a", "b")}
+        async with workers(engines) as cluster:
+            jobs: list[Sequence[int]] = [prompt_of(350, letter) for letter in range(4)]
+            running: list[tuple[Member, int]] = []
+            for stream, prompt in enumerate(jobs):
+                for here, there in (("a", "b"), ("b", "a")):
+                    cluster[here].send(request(stream, prompt, 8, prefill=cluster.prefill_at(there)))
+                    running.append((cluster[here], stream))
+            await eventually(lambda: all(stream in member.reasons for member, stream in running), "all end", 30)
+            assert {reason for member, stream in running for reason in [member.reasons[stream]]} == {"length"}
+            for stream in range(4):
+                assert cluster["a"].tokens[stream] == cluster["b"].tokens[stream]
+            for member in cluster.members.values():
+                await member.all_free()
+
+    run_leak_checked(check())
+
+
+def test_roles_change_while_workers_run(config: EngineConfig) -> None:
+    async def check() -> None:
+        async with pair(config) as it:
+            assert it.cluster.store.feed.instances["d"].role == "both"
+            await it.begin()
+            await asyncio.gather(*[shell._set_role("decode", None) for shell in (it.decode.shell, it.prefill.shell)])
+            assert it.cluster.store.feed.instances["d"].role == "decode"
+            await it.ends()
+
+    run_leak_checked(check())

@@ -1,0 +1,196 @@
+"""The pure parts of hand-offs: what follows from what, how long to wait, which blocks fit, how they are cut."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.errors import TransferRefused, TransferTimeout
+from headwater.handoff.intake import Action, Arrived, CancelRead, Complete, FallBack, Intake, Read, Release, Stop
+from headwater.handoff.layout import check_layouts
+from headwater.handoff.patience import Pace, patience
+from headwater.handoff.ranks import MAX_RUNS, HeadLayout, cuts, heads_of
+from headwater.protocol.cluster import ModelCard
+from headwater.protocol.request import ExportOrder
+from headwater.scheduler.outside import FirstToken
+
+FIRST = FirstToken(7)
+ERROR = TransferTimeout("too slow")
+
+
+def test_reads_follow_announcements_and_the_token_completes() -> None:
+    intake = Intake(2, 10)
+    assert intake.announced(2, 3) == [Read(2, 3)]
+    assert intake.announced(5, 2) == []
+    assert intake.announced(7, 1) == []
+    assert intake.read() == [Arrived(5), Read(5, 3)]
+    assert intake.announced(8, 2) == []
+    assert intake.token(FIRST) == []
+    assert intake.read() == [Arrived(8), Read(8, 2)]
+    assert intake.read() == [Arrived(10), Complete(FIRST), Release()]
+    assert intake.closed
+    assert intake.failed(ERROR) == intake.ended() == intake.read() == []
+
+
+def test_what_has_arrived_is_kept_when_the_rest_fails() -> None:
+    intake = Intake(0, 6)
+    intake.announced(0, 2)
+    assert intake.read() == [Arrived(2)]
+    assert intake.announced(2, 2) == [Read(2, 2)]
+    assert intake.failed(ERROR) == [CancelRead()]
+    assert intake.read_failed(ERROR) == [FallBack(2, ERROR), Release()]
+
+
+def test_a_peer_that_announces_nonsense_is_not_believed() -> None:
+    for first, count in ((1, 2), (0, 7), (0, 0), (0, -1), (-1, 3)):
+        (last, release) = Intake(0, 6).announced(first, count)
+        assert isinstance(last, FallBack)
+        assert release == Release()
+    early = Intake(0, 6)
+    early.announced(0, 5)
+    assert early.token(FIRST) == [CancelRead()]
+    assert isinstance(early.read()[0], FallBack)
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), num_blocks=st.integers(1, 12), first=st.integers(0, 3))
+def test_every_hand_off_ends_once_and_never_under_a_read(seed: int, num_blocks: int, first: int) -> None:
+    rng = random.Random(seed)
+    end = first + num_blocks
+    intake = Intake(first, end)
+    announced, reading, arrived = first, False, first
+    ends = 0
+
+    def take(actions: list[Action]) -> None:
+        nonlocal reading, arrived, ends
+        for action in actions:
+            assert not ends or isinstance(action, Release)
+            match action:
+                case Read(at, count):
+                    assert not reading
+                    assert (at, at + count) == (arrived, announced)
+                    reading = True
+                case CancelRead():
+                    assert reading
+                case Arrived(count):
+                    assert count > arrived
+                    arrived = count
+                case Complete() | FallBack() | Stop():
+                    assert not reading
+                    ends += 1
+                    assert not isinstance(action, Complete) or arrived == end
+                    assert not isinstance(action, FallBack) or action.num_blocks == arrived
+
+    for _ in range(40):
+        event = rng.choice(["announce", "announce", "read", "read", "token", "broken", "ended", "read failed"])
+        if event == "announce" and announced < end:
+            count = rng.randint(1, end - announced)
+            announced += count
+            take(intake.announced(announced - count, count))
+        elif event == "read" and reading:
+            reading = False
+            take(intake.read())
+        elif event == "read failed" and reading and rng.random() < 0.2:
+            reading = False
+            take(intake.read_failed(ERROR))
+        elif event == "token" and announced == end:
+            take(intake.token(FIRST))
+        elif event == "broken" and rng.random() < 0.1:
+            take(intake.failed(ERROR))
+        elif event == "ended" and rng.random() < 0.1:
+            take(intake.ended())
+    take(intake.ended())
+    if reading:
+        reading = False
+        take(intake.read())
+    assert ends == 1
+    assert intake.closed
+
+
+def test_patience_grows_with_what_was_expected_and_ends_before_the_blocks_do() -> None:
+    short, long, unknown = patience(100, 500), patience(60_000, 100_000), patience(0, 100_000)
+    assert short.total_s < long.total_s
+    assert 0.1 < short.total_s < 5
+    assert 60 < long.total_s < 300
+    assert unknown.total_s > 60
+    for one in (short, long, unknown):
+        assert one.stall_s <= one.total_s < one.hold_s
+
+
+def test_a_pace_is_learned_from_what_was_seen() -> None:
+    pace = Pace()
+    assert pace.expected_ms(1000) == 0
+    pace.observe(1000, 500)
+    assert pace.expected_ms(2000) == pytest.approx(1000)
+    for _ in range(50):
+        pace.observe(1000, 1000)
+    assert pace.expected_ms(1000) == pytest.approx(1000, rel=0.01)
+
+
+def card(**changes: object) -> ModelCard:
+    fields = {
+        "name": "m",
+        "served_names": ["m"],
+        "fingerprint": "f",
+        "architecture": "A",
+        "dtype": "float32",
+        "kv_layout": "hw1.f32.l2.h2.d4.b16",
+        "max_model_len": 64,
+        "block_size": 16,
+        "vocab_size": 9,
+    }
+    return ModelCard(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"fingerprint": "g"}, "model f here, g"),
+        ({"dtype": "bfloat16"}, "KV type float32 here, bfloat16"),
+        ({"block_size": 32}, "block size 16 here, 32"),
+        ({"kv_layout": "hw1.f32.l2.h1.d4.b16"}, "KV layout"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused_by_name(change: dict[str, object], names: str) -> None:
+    same = card()
+    order = ExportOrder(0, 1.0, same.fingerprint, same.kv_layout, same.dtype, same.block_size)
+    check_layouts(same, order)
+    other = card(**change)
+    order = ExportOrder(0, 1.0, other.fingerprint, other.kv_layout, other.dtype, other.block_size)
+    with pytest.raises(TransferRefused, match=names):
+        check_layouts(same, order)
+
+
+def split(whole: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]", num_ranks: int) -> list[bytearray]:
+    """What each rank holds of blocks [outer, heads, bytes]."""
+    heads = whole.shape[1]
+    return [bytearray(whole[:, list(heads_of(rank, num_ranks, heads)), :].tobytes()) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [(1, 1), (1, 4), (4, 1), (2, 4), (4, 2), (8, 2), (2, 8), (8, 8), (16, 4)]
+)
+@pytest.mark.parametrize("heads", [4, 8])
+def test_blocks_are_cut_between_groups_of_unequal_size(source: int, target: int, heads: int) -> None:
+    layout = HeadLayout(num_outer=6, num_heads=heads, head_bytes=12)
+    whole = np.random.default_rng(1).integers(0, 256, (6, heads, 12), dtype=np.uint8)
+    there, expected = split(whole, source), split(whole, target)
+    for rank in range(target):
+        assert layout.rank_bytes(target) == len(expected[rank])
+        got = bytearray(len(expected[rank]))
+        for cut in cuts(layout, source, target, rank):
+            got[cut.target_offset : cut.target_offset + cut.num_bytes] = there[cut.source_rank][
+                cut.source_offset : cut.source_offset + cut.num_bytes
+            ]
+        assert got == expected[rank]
+
+
+def test_equal_groups_move_blocks_in_one_piece_and_absurd_ones_are_refused() -> None:
+    layout = HeadLayout(num_outer=30, num_heads=8, head_bytes=100)
+    assert [len(cuts(layout, 4, 4, rank)) for rank in range(4)] == [1, 1, 1, 1]
+    with pytest.raises(TransferRefused, match="do not divide"):
+        cuts(layout, 3, 1, 0)
+    with pytest.raises(TransferRefused, match="pieces"):
+        cuts(HeadLayout(MAX_RUNS, 8, 2), 4, 2, 0)
