@@ -15,6 +15,7 @@ Key = tuple[int, int, float, int]
 
 _OLDEST_EVERY = 8
 _MAX_REMEMBERED = 1024
+_SMALL_PART = 4
 
 
 class Waiter(Protocol):
@@ -117,6 +118,11 @@ class Line(Generic[WaiterT]):
     def is_within_share(self, name: str) -> bool:
         """Whether a tenant without requests here has had no more than the others."""
         return name not in self.tenants and self._left_ahead.get(name, 0.0) <= self._clock
+
+    def is_small(self, name: str) -> bool:
+        """Whether a tenant in line, beside others, has one request there or far less than its even part of all."""
+        num_waiting, num_tenants = len(self.tenants[name]), len(self.tenants)
+        return num_tenants > 1 and (num_waiting == 1 or _SMALL_PART * num_waiting * num_tenants <= self._size)
 
     def charge_absent(self, name: str, cost: float) -> None:
         """A request of a tenant that is not in line is served."""

@@ -6,7 +6,7 @@ changes (`pump`):
 
 * tenants take turns by weighted fair queueing of worker time: the one that has had least goes first; whoever asks for
   less than its share passes the line, and at the worker goes before what others have waiting there (`Ticket.ahead`),
-  as does who has nothing else in line while others have: so a flood of one tenant is hardly felt by the rest;
+  as does who has but little in line while others have much: so a flood of one tenant is hardly felt by the rest;
 * within a tenant: higher priority first; then by the window of ten seconds in which patience or deadline ends; then
   the lowest price, a request getting cheaper while it waits; every eighth turn, one that has waited for half of its
   time goes first, so that nobody starves;
@@ -212,7 +212,7 @@ class AdmissionQueue:
         except HeadwaterError as error:
             self._remove(ticket)
             return Refused(ticket, error)
-        ticket.ahead = ticket.may_pass and len(line.tenants) > 1 and len(line.tenants[ticket.tenant]) == 1
+        ticket.ahead = ticket.may_pass and line.is_small(ticket.tenant)
         line.charge(ticket.tenant, self._router.service_ms(ticket.request, placed.worker))
         self._remove(ticket)
         self._note_placed(now)
