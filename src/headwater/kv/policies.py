@@ -65,7 +65,15 @@ class Lru:
         self._queues.unlink(self._group[slot], slot)
 
     def victim(self, group: int, usable: Usable) -> int | None:
-        return next(filter(usable, self._queues.from_oldest(group)), None)
+        queues = self._queues
+        for _ in range(min(_MAX_EXAMINED, queues.length(group))):
+            slot = queues.oldest(group)
+            if slot is None or usable(slot):
+                return slot
+            # Out of the way, so that a thousand pinned blocks are not passed again for every victim.
+            queues.unlink(group, slot)
+            queues.push(group, slot)
+        return next(filter(usable, queues.from_oldest(group)), None)
 
 
 class S3Fifo:
