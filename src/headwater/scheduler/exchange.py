@@ -10,7 +10,16 @@ from headwater.kv.holds import Holds
 from headwater.kv.pool import BlockPool
 from headwater.scheduler.entry import Entry, State
 from headwater.scheduler.limits import SchedulerLimits
-from headwater.scheduler.outside import BlocksCommitted, BlocksExported, Held, KvNews, LoadEnd, LoadEnded, LoadStarted
+from headwater.scheduler.outside import (
+    BlocksCommitted,
+    BlocksExported,
+    Export,
+    Held,
+    KvNews,
+    LoadEnd,
+    LoadEnded,
+    LoadStarted,
+)
 from headwater.scheduler.roster import Roster
 from headwater.types import BLOCK_ID_BYTES
 
@@ -90,7 +99,8 @@ class Exchange:
             entry.load_until = now + entry.load_s
             first = entry.num_computed_tokens // self._block_size
             self._news.append(LoadStarted(entry.stream, first, tuple(entry.block_table[first:]), entry.num_tokens))
-        self.announce(entry)
+        if entry.export is not None:
+            self.announce(entry, entry.export)
 
     def leave(self, entry: Entry, reason: LoadEnd) -> None:
         """Told by the scheduler: a sequence is about to leave the state it is in."""
@@ -122,13 +132,11 @@ class Exchange:
         if self.watched:
             ids = entry.block_ids[first * BLOCK_ID_BYTES : last * BLOCK_ID_BYTES] if self._block_ids else b""
             self._news.append(BlocksCommitted(entry.stream, first, tuple(entry.block_table[first:last]), bytes(ids)))
-        self.announce(entry)
+        if entry.export is not None:
+            self.announce(entry, entry.export)
 
-    def announce(self, entry: Entry, *, all_blocks: bool = False) -> None:
+    def announce(self, entry: Entry, export: Export, *, all_blocks: bool = False) -> None:
         """Tell the reader of an exported sequence what it can read now; `all_blocks`: up to its last token."""
-        export = entry.export
-        if export is None:
-            return
         computed = entry.num_computed_tokens
         last = -(-computed // self._block_size) if all_blocks else computed // self._block_size
         first = max(export.first_block, export.num_announced)

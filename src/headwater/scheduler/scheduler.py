@@ -208,8 +208,9 @@ class Scheduler:
         if now >= self._next_deadline:
             self._expire(now)
         self._roster.holds.expire(now)
-        for entry in self.exchange.late(now):
-            self._give_way(entry, "late")
+        if self._roster.loading:
+            for entry in self.exchange.late(now):
+                self._give_way(entry, "late")
         self._grow_decodes()
 
     def _grow_decodes(self) -> None:
@@ -337,12 +338,14 @@ class Scheduler:
         if self._limits.prefix_caching:
             entry.extend_block_ids(last, self._block_size)
             self._roster.pool.commit(entry.block_table, first, last, entry.block_ids)
-        self.exchange.committed(entry, first, last)
+        if self.exchange.watched or entry.export is not None:
+            self.exchange.committed(entry, first, last)
 
     def _accept(self, entry: Entry, token: int, logprob: TokenLogprobs | None) -> SequenceOutput:
         """Append a drawn token and see whether the sequence ends."""
         token_ids = entry.token_ids
-        self.exchange.announce(entry, all_blocks=True)
+        if entry.export is not None:
+            self.exchange.announce(entry, entry.export, all_blocks=True)
         if token in entry.stop_ids and len(token_ids) >= entry.stoppable_from:
             self._roster.end(entry)
             return entry.output([], "stop", stop_token_id=token)
