@@ -45,6 +45,7 @@ def prompt_of(length: int, letter: int = 1) -> list[int]:
 class EngineConformance:
     """Inherit, and say how to make an engine."""
 
+    block_size = BLOCK_SIZE
     plans_itself = False
     """Whether the engine plans its own steps, out of our sight: its steps are then not accounted for to the token, a
     prefix is shared once it has been computed, and blocks are told of a moment later."""
@@ -82,7 +83,7 @@ class EngineConformance:
         async with self.bench() as bench:
             info, card = bench.info, bench.info.card
             assert (info.kv_blocks, info.max_num_seqs, info.max_num_batched_tokens) == (48, 4, 64)
-            assert (card.block_size, card.max_model_len) == (BLOCK_SIZE, 512)
+            assert (card.block_size, card.max_model_len) == (self.block_size, 512)
             assert card.vocab_size >= VOCABULARY
             assert card.name == card.served_names[0]
             assert card.fingerprint
