@@ -133,11 +133,11 @@ async def test_expired_credentials_are_named_and_not_retried(site: Site, caplog:
             error = await fails(run.get(tier))
         assert "ExpiredToken" in error.message
         assert error.hint is not None
-        assert "--kv-object" in error.hint
+        assert "--object" in error.hint
         assert len(faults.requests) == 1
         assert error.retry_after_s > 5, "the same again would fail the same way"
         messages = [record.getMessage() for record in caplog.records]
-        assert len([text for text in messages if "ExpiredToken" in text and "--kv-object" in text]) == 1
+        assert len([text for text in messages if "ExpiredToken" in text and "--object" in text]) == 1
 
 
 @on_loop
@@ -155,7 +155,7 @@ async def test_a_wrong_bucket_is_named(site: Site) -> None:
         error = await fails(Run("a", RUN_BLOCKS).put(tier))
         assert "there is no such bucket" in error.message
         assert "no-such-bucket" in str(error.hint)
-        assert "--kv-object" in str(error.hint)
+        assert "--object" in str(error.hint)
 
 
 @on_loop

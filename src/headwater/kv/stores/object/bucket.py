@@ -25,7 +25,7 @@ from obstore.exceptions import (
 from headwater.errors import StoreClosed, TierUnavailable
 from headwater.kv.stores.breaker import Breaker
 from headwater.kv.stores.object.connect import Clients
-from headwater.kv.stores.object.options import SETTING
+from headwater.kv.stores.object.options import ObjectOptions
 
 _log = logging.getLogger(__name__)
 
@@ -81,14 +81,16 @@ class Listed:
 class Bucket:
     """See the module docstring."""
 
-    def __init__(self, clients: Clients, url: str, breaker: Breaker, *, connections: int, timeout_s: float) -> None:
+    def __init__(self, clients: Clients, options: ObjectOptions, breaker: Breaker) -> None:
         self.counts = BucketCounts()
         self.breaker = breaker
-        self.url = url
+        self.url = options.url
+        self._setting = options.setting
         self._clients: Clients | None = clients
         self._hint: str | None = None
-        self._connections = asyncio.Semaphore(connections)
-        self._timeout_s = timeout_s
+        self._connections = asyncio.Semaphore(options.connections)
+        self._timeout_s = 2 * options.request_timeout_s
+        """Of one request with its retries."""
 
     def unavailable(self) -> TierUnavailable:
         """Why nobody asks at present."""
@@ -236,12 +238,12 @@ class Bucket:
             named = f": {code[1]}" if code else ""
             return (
                 f"there is no such bucket{named}",
-                f"check the name in {SETTING} {self.url}, and its region or endpoint",
+                f"check the name in {self._setting} {self.url}, and its region or endpoint",
             )
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _says(error, _CREDENTIALS):
             return (
                 f"the credentials were refused: {code[1] if code else _brief(error)}",
-                f"check the credentials of {SETTING} {self.url}: environment, profile or role, and their expiry",
+                f"check the credentials of {self._setting} {self.url}: environment, profile or role, and their expiry",
             )
         if isinstance(error, TimeoutError):
             return f"no answer within {self._timeout_s:g} s", None

@@ -9,7 +9,7 @@ from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from headwater.errors import ConfigError
-from headwater.kv.stores.object.options import SETTING, ObjectOptions
+from headwater.kv.stores.object.options import ObjectOptions
 
 
 class Clients(NamedTuple):
@@ -26,7 +26,7 @@ def connect(options: ObjectOptions) -> Clients:
         return Clients(_client(options, stall), _client(options, {}))
     except (BaseError, ValueError, OSError) as error:
         raise ConfigError(
-            f"{SETTING} {options.url}: {str(error).splitlines()[0]}",
+            f"{options.setting} {options.url}: {str(error).splitlines()[0]}",
             hint="credentials and region come from the environment, as for the cloud's own tools",
         ) from None
 
@@ -60,16 +60,16 @@ def _s3(options: ObjectOptions) -> dict[str, Any]:
     settings: dict[str, Any] = _set(endpoint=options.endpoint, region=options.region)
     profile = os.environ.get("AWS_PROFILE")
     if profile and not os.environ.get("AWS_ACCESS_KEY_ID"):
-        settings["credential_provider"] = _profile(profile)
+        settings["credential_provider"] = _profile(profile, options)
     return settings
 
 
-def _profile(name: str) -> Any:
+def _profile(name: str, options: ObjectOptions) -> Any:
     try:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
         raise ConfigError(
-            f"{SETTING}: AWS_PROFILE is {name!r}, and reading profiles needs boto3",
+            f"{options.setting}: AWS_PROFILE is {name!r}, and reading profiles needs boto3",
             hint="pip install boto3, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         ) from None
     return Boto3CredentialProvider()

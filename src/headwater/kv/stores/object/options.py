@@ -13,7 +13,6 @@ from headwater.config.units import parse_bytes, parse_seconds
 from headwater.errors import ConfigError
 from headwater.kv.stores.object.runs import MIN_OBJECT_BYTES, TARGET_OBJECT_BYTES
 
-SETTING = "--kv-object"
 SCHEMES = ("s3", "az", "gs")
 _DAY_S = 86400.0
 
@@ -34,6 +33,8 @@ class ObjectOptions:
     """What this owner keeps in the bucket; others have caps of their own."""
     ttl_s: float = 7 * _DAY_S
     """Objects older than this are removed, whoever wrote them; 0: never."""
+    setting: str = "--object"
+    """Where a person has set this, for messages."""
     owner: str = "node"
     """Name of this node's ledger: the same over restarts, another on each node."""
     min_object_bytes: int = MIN_OBJECT_BYTES
@@ -57,16 +58,16 @@ class ObjectOptions:
         return f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
 
 
-def parse_object_url(text: str, *, owner: str) -> ObjectOptions:
+def parse_object_url(text: str, *, owner: str, setting: str = "--object") -> ObjectOptions:
     """Raises `ConfigError` that names what is wrong and what would fit."""
     parts = urlsplit(text)
     if parts.scheme not in SCHEMES or not parts.hostname:
         raise ConfigError(
-            f"{SETTING} {parts.scheme}://...: expected {', '.join(f'{s}://NAME/prefix' for s in SCHEMES)}"
+            f"{setting} {parts.scheme}://...: expected {', '.join(f'{s}://NAME/prefix' for s in SCHEMES)}"
         )
     if parts.username or parts.password:
-        raise ConfigError(f"{SETTING}: credentials do not belong in the URL; set them in the environment")
-    options = ObjectOptions(parts.scheme, parts.netloc, parts.path.strip("/"), owner=owner)
+        raise ConfigError(f"{setting}: credentials do not belong in the URL; set them in the environment")
+    options = ObjectOptions(parts.scheme, parts.netloc, parts.path.strip("/"), setting=setting, owner=owner)
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         options = _with(options, name, value)
     return options
@@ -94,6 +95,6 @@ def _with(options: ObjectOptions, name: str, value: str) -> ObjectOptions:
             case "owner":
                 return replace(options, owner=value)
     except ValueError as error:
-        raise ConfigError(f"{SETTING} ...?{name}={value}: {error}") from None
+        raise ConfigError(f"{options.setting} ...?{name}={value}: {error}") from None
     known = "cap, ttl, timeout, connections, endpoint, region, account, owner"
-    raise ConfigError(f"{SETTING} ...?{name}=: not known here; what can be set is {known}")
+    raise ConfigError(f"{options.setting} ...?{name}=: not known here; what can be set is {known}")

@@ -41,13 +41,8 @@ class ObjectTier:
         chance = random.Random().random
         self.tier: Tier = "object"
         self._catalogue = Catalogue(options)
-        self._bucket = Bucket(
-            connect(options) if store is None else Clients(store, store),
-            options.url,
-            Breaker(clock, chance),
-            connections=options.connections,
-            timeout_s=2 * options.request_timeout_s,
-        )
+        clients = connect(options) if store is None else Clients(store, store)
+        self._bucket = Bucket(clients, options, Breaker(clock, chance))
         self._reader = Reader(self._catalogue, self._bucket, clock)
         self._writer = Writer(self._catalogue, self._bucket, self._reader, clock)
         self._upkeep = Upkeep(self._catalogue, self._bucket, self._writer, clock, chance)
