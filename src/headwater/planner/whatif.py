@@ -192,6 +192,10 @@ class FastCluster:
         self.advance(inf)
         return self.outcomes
 
+    def free_tokens(self) -> list[int]:
+        """Room of each worker that nobody holds."""
+        return [worker.free for worker in self._workers]
+
     def usage(self) -> list[Usage]:
         return [Usage(worker.busy_prefill_ms, worker.busy_decode_ms) for worker in self._workers]
 

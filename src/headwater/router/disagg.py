@@ -8,7 +8,8 @@ the decode worker costs its own time and, for every sequence that decodes there,
     both                          none                           there
     both                          some                           the cheaper
     decode                        some                           a prefill worker, unless what is left to compute is
-                                                                 not worth a hand-off, or the plan is loose and
+                                                                 not worth a hand-off or a small part of what that
+                                                                 one would compute, or the plan is loose; and
                                                                  computing there is cheaper
 
 Prefill for others is done by workers of role `prefill` only. These hold no room for sequences of others, so no circle
@@ -32,6 +33,8 @@ NOTICE_MS = 2.0
 _HIDDEN_PARTS = 4
 """What is computed is moved in about so many parts meanwhile; the last one shows."""
 _STALL_WAITING = 0.4
+_SMALL_PART = 0.25
+"""A decode worker that has to compute less than this part of what a prefill worker would may do so, if cheaper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +129,11 @@ def _decide(
             pass
     if here.own_ms <= there.handoff_ms:
         return False, "computing what is left takes no longer than a hand-off"
+    cheaper = there.total_ms < here.total_ms
     if decoder.instance.role == "both" or loose:
-        remote = there.total_ms < here.total_ms
-        return remote, "the cheaper of both"
+        return cheaper, "the cheaper of both"
+    if not cheaper and left <= _SMALL_PART * (request.num_prompt_tokens - there.cached_tokens):
+        return False, "most of it is cached here and not there"
     return True, "the plan"
 
 

@@ -1,0 +1,172 @@
+"""The planner: what it decides for which traffic, when it stays, how it corrects itself. On small simulated clusters."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from headwater.perf.curve import StepCurve
+from headwater.planner.decide import Planner, PlannerSettings
+from headwater.planner.feedback import Correction
+from headwater.planner.objective import Objective, score
+from headwater.planner.plan import RolePlan, aggregated
+from headwater.planner.pool import WorkerModel
+from headwater.planner.traffic import Draws, Served, Traffic, resample, same
+from headwater.planner.whatif import FastCluster, Job
+from headwater.sim.adaptive import AdaptiveCluster
+
+CURVE = StepCurve(((0.0, 10.0), (256.0, 10.0), (8192.0, 400.0)), 2.0, 0.005, 1e-6, 2.0, 0.02, 1e-5)
+"""About a 70B model on two GPUs."""
+POOL = [WorkerModel(CURVE, 500_000, 2048, 256, 300e6, 160e3, "w")] * 4
+TIGHT_TPOT = Objective(ttft_ms=3000.0, tpot_ms=20.0)
+SETTINGS = PlannerSettings(objective=TIGHT_TPOT, max_jobs=400, min_horizon_ms=40_000.0)
+
+
+def arrivals(prompt: int, output: int, rate: float, seconds: float, start_s: float = 0.0) -> list[Job]:
+    random = Random(f"{prompt}/{output}/{rate}/{start_s}")
+    at_ms, jobs = start_s * 1000, []
+    while True:
+        at_ms += random.expovariate(rate) * 1000
+        if at_ms > (start_s + seconds) * 1000:
+            return jobs
+        jobs.append(Job(at_ms, int(prompt * random.uniform(0.75, 1.25)), int(output * random.uniform(0.5, 1.5)) + 1))
+
+
+def attained(cluster: FastCluster, jobs: Sequence[Job], since_s: float) -> float:
+    outcomes = cluster.outcomes
+    numbers = [number for number, job in enumerate(jobs) if job.at_ms >= since_s * 1000]
+    met = [number for number in numbers if TIGHT_TPOT.met(outcomes.ttft_ms[number], outcomes.tpot_ms[number])]
+    return len(met) / len(numbers)
+
+
+def test_long_prompts_and_a_tight_pace_are_split() -> None:
+    jobs = arrivals(3000, 150, 9.0, 60)
+    run = AdaptiveCluster(POOL, SETTINGS)
+    cluster = run.run(jobs)
+    assert run.planner.plan.roles.count("prefill") in (2, 3)
+    assert attained(cluster, jobs, 30) > 0.95
+    fixed = FastCluster(POOL, aggregated(4), 150)
+    fixed.run(jobs, jobs[-1].at_ms * 2)
+    assert attained(fixed, jobs, 30) < 0.9
+
+
+def test_chat_at_a_light_load_stays_as_it_is() -> None:
+    run = AdaptiveCluster(POOL, SETTINGS)
+    run.run(arrivals(300, 300, 2.0, 60))
+    assert run.planner.plan == aggregated(4)
+    assert run.num_changes == 0
+
+
+def test_too_little_traffic_says_nothing() -> None:
+    planner = Planner(4, SETTINGS)
+    for number in range(5):
+        planner.traffic.arrived(number * 100.0, 8000)
+    decision = planner.decide(5000.0, POOL)
+    assert not decision.changed
+    assert "too few" in decision.reason
+    assert planner.plan == aggregated(4)
+
+
+def test_roles_follow_a_flip_of_the_mix() -> None:
+    prefill_heavy = arrivals(6000, 60, 5.0, 60)
+    decode_heavy = arrivals(300, 600, 22.0, 40, start_s=60)
+    run = AdaptiveCluster(POOL, SETTINGS)
+    run.run([*prefill_heavy, *decode_heavy])
+    before = [decision.plan for now, decision in run.decisions if now < 60_000][-1]
+    assert before.roles.count("prefill") > 1
+    assert run.planner.plan.roles.count("prefill") < before.roles.count("prefill")
+
+
+@pytest.mark.parametrize("error", [0.7, 1.3])
+def test_a_wrong_decode_time_corrects_itself(error: float) -> None:
+    believed = [replace(POOL[0], curve=CURVE.scaled(decode=error))] * 4
+    run = AdaptiveCluster(POOL, SETTINGS, believed)
+    run.run(arrivals(2000, 200, 7.0, 90))
+    assert run.planner.correction.decode == pytest.approx(1 / error, rel=0.15)
+
+
+def test_times_that_nothing_explains_are_not_believed() -> None:
+    planner = Planner(4, SETTINGS)
+    planner.correction = Correction(4.0, 4.0)
+    for number in range(100):
+        served = planner.traffic.arrived(number * 100.0, 500)
+        served.ttft_ms, served.tpot_ms = 100.0, 900.0
+        planner.traffic.ended(served, 50)
+    decision = planner.decide(10_000.0, POOL)
+    assert not decision.changed
+    assert "nothing is believed" in decision.reason
+
+
+def test_without_objectives_the_shortest_time_wins() -> None:
+    run = AdaptiveCluster(POOL, replace(SETTINGS, objective=Objective()))
+    run.run(arrivals(3000, 150, 9.0, 40))
+    scores = run.decisions[-1][1].scores
+    assert scores[run.planner.plan].e2e_ms <= 1.1 * min(one.e2e_ms for one in scores.values())
+
+
+def test_a_plan_is_left_only_for_a_promise_of_more_than_two_percent() -> None:
+    for rate in (6.0, 9.0, 11.0):
+        run = AdaptiveCluster(POOL, SETTINGS)
+        run.run(arrivals(2000, 200, rate, 30))
+        for _, decision in run.decisions:
+            if decision.changed and decision.plan.loose:
+                strict = decision.scores[RolePlan(decision.plan.roles)]
+                assert decision.scores[decision.plan].secured > strict.secured + SETTINGS.loose_gain
+
+
+def test_workers_with_a_role_of_their_own_keep_it() -> None:
+    planner = Planner(4, SETTINGS, ("prefill", None, None, None))
+    for job in arrivals(3000, 150, 9.0, 20):
+        served = planner.traffic.arrived(job.at_ms, job.prompt_tokens)
+        served.ttft_ms, served.tpot_ms = 500.0, 15.0
+        planner.traffic.ended(served, job.output_tokens)
+    planner.decide(20_000.0, POOL)
+    assert planner.plan.roles[0] == "prefill"
+
+
+# -- parts
+
+
+def test_unfinished_answers_are_guessed_from_prompts_alike() -> None:
+    traffic = Traffic()
+    for number in range(20):
+        traffic.ended(traffic.arrived(number, 100), 1000)
+        traffic.ended(traffic.arrived(number, 9000), 10)
+    waiting = [traffic.arrived(30.0, 110), traffic.arrived(31.0, 8800)]
+    assert [job.output_tokens for job in traffic.jobs(waiting, 1)] == [1000, 10]
+    waiting[1].generated = 500
+    assert traffic.jobs(waiting, 1)[1].output_tokens > 500
+
+
+def test_a_sample_has_the_rate_and_the_lengths_of_the_traffic() -> None:
+    seen = arrivals(1000, 100, 5.0, 100)
+    sample = resample(seen, 5.0, 1000, 3)
+    assert len(sample) / sample[-1].at_ms * 1000 == pytest.approx(5.0, rel=0.01)
+    assert {job.prompt_tokens for job in sample} <= {job.prompt_tokens for job in seen}
+    assert resample(seen, 5.0, 50, 3) == resample(seen, 5.0, 50, 3)
+    assert resample(seen, 5.0, 50, 3) != resample(seen, 5.0, 50, 4)
+
+
+def test_traffic_is_the_same_within_chance() -> None:
+    def window(prompt: int, rate: float, start_s: float) -> list[Served]:
+        return [Served(job.at_ms, job.prompt_tokens) for job in arrivals(prompt, 100, rate, 20, start_s)]
+
+    assert same(window(1000, 5.0, 0), 20_000, window(1000, 5.0, 20), 20_000)
+    assert not same(window(1000, 5.0, 0), 20_000, window(4000, 5.0, 20), 20_000)
+    assert not same(window(1000, 5.0, 0), 20_000, window(1000, 15.0, 20), 20_000)
+
+
+def test_draws_depend_on_the_seed_alone_and_cover_the_range() -> None:
+    draws, again = Draws(7), Draws(7)
+    numbers = [draws.below(10) for _ in range(1000)]
+    assert numbers == [again.below(10) for _ in range(1000)]
+    assert set(numbers) == set(range(10))
+
+
+def test_what_never_ended_meets_no_objective_and_costs_time() -> None:
+    nan = float("nan")
+    good = score(TIGHT_TPOT, [(100.0, 10.0, 1000.0)] * 2, 5000.0)
+    half = score(TIGHT_TPOT, [(100.0, 10.0, 1000.0), (nan, nan, nan)], 5000.0)
+    assert (good.attained, half.attained) == (1.0, 0.5)
+    assert half.e2e_ms > good.e2e_ms
