@@ -328,6 +328,49 @@ class _Later:
         return time.time() + self._seconds
 
 
+@on_loop
+async def test_what_others_put_there_is_left_alone(site: Site) -> None:
+    run = Run("a", RUN_BLOCKS)
+    async with site.tier() as tier:
+        await run.put(tier)
+        store = tier._bucket._open.writing
+        strangers = ["runs/readme.txt", f"runs/{'a' * 32}/8/short", "families/readme", f"families/{'b' * 32}"]
+        for key in strangers:
+            obstore.put(store, key, b"not ours")
+        tier._upkeep._clock = _Later(30 * 86400.0)
+        assert await tier._upkeep.sweep() == 1
+        await run.put(tier)
+        assert await tier.clear() == RUN_BLOCKS
+        for key in strangers:
+            assert obstore.get(store, key).bytes() == b"not ours"
+
+
+@on_loop
+async def test_a_damaged_ledger_is_begun_anew(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run("a", RUN_BLOCKS)
+    async with site.tier() as tier:
+        await run.put(tier)
+        store = tier._bucket._open.writing
+    obstore.put(store, "owners/node-a", b"garbage")
+    async with site.tier() as tier:
+        assert only(Kept.STORED, await Run("b", RUN_BLOCKS).put(tier))
+        assert await tier.contains(FAMILY, run.ids) == b"\1" * RUN_BLOCKS, "what is there is found all the same"
+    assert "damaged" in caplog.text
+
+
+@on_loop
+async def test_two_processes_of_one_owner_are_told_and_keep_both_shares(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with site.tier() as one, site.tier() as two:
+        await Run("a", RUN_BLOCKS).put(one)
+        await Run("b", RUN_BLOCKS).put(two)
+        for tier in (one, two, two, one, one):
+            await tier._upkeep.save()
+        assert len(one._catalogue.ledger) == len(two._catalogue.ledger) == 2
+    assert "another process keeps the ledger of 'node-a'" in caplog.text
+
+
 @pytest.mark.parametrize("change", ["header", "first", "last", "short", "empty", "other"])
 @on_loop
 async def test_a_damaged_object_is_never_served_and_written_anew(site: Site, change: str) -> None:

@@ -47,6 +47,7 @@ _ANSWERED = "Server returned non-2xx status code"
 _SECRETS = re.compile(r"\?\S*|(?i:signature|token|sig)=\S+")
 _ERROR_CODE = re.compile(r"<Code>\s*([A-Za-z]{1,64})\s*</Code>")
 _LIST_CHUNK = 1000
+_MAX_SMALL_BYTES = 256 << 20
 
 
 class Uncertain(TierUnavailable):
@@ -117,7 +118,7 @@ class Bucket:
         """A small object and what names this version of it."""
         self.counts.gets += 1
         found = await self._ask(lambda: obstore.get_async(self._open.reading, key))
-        if found is None:
+        if found is None or found.meta["size"] > _MAX_SMALL_BYTES:
             return None
         body = memoryview(await self._ask(found.bytes_async) or b"")
         self.counts.bytes_read += len(body)
@@ -243,7 +244,8 @@ class Bucket:
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _says(error, _CREDENTIALS):
             return (
                 f"the credentials were refused: {code[1] if code else _brief(error)}",
-                f"check the credentials of {self._setting} {self.url}: environment, profile or role, and their expiry",
+                f"check the credentials of {self._setting} {self.url}: environment, profile or role, their expiry, and "
+                "that they may list (without that S3 refuses to say that an object is missing)",
             )
         if isinstance(error, TimeoutError):
             return f"no answer within {self._timeout_s:g} s", None

@@ -58,6 +58,8 @@ def _client(options: ObjectOptions, timeouts: dict[str, Any]) -> Any:
 
 def _s3(options: ObjectOptions) -> dict[str, Any]:
     settings: dict[str, Any] = _set(endpoint=options.endpoint, region=options.region)
+    # Under TLS hashing every body for its signature protects nothing more, and is two thirds of the cost of writing.
+    settings["unsigned_payload"] = not options.endpoint.startswith("http://")
     profile = os.environ.get("AWS_PROFILE")
     if profile and not os.environ.get("AWS_ACCESS_KEY_ID"):
         settings["credential_provider"] = _profile(profile, options)

@@ -8,16 +8,17 @@ may do the same. This is the only place that lists, besides clearing.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from headwater.clock import Clock
 from headwater.errors import TierUnavailable
 from headwater.kv.block import Family
-from headwater.kv.stores.object.bucket import Bucket
+from headwater.kv.stores.object.bucket import Bucket, Listed
 from headwater.kv.stores.object.catalogue import Catalogue, Doomed
-from headwater.kv.stores.object.runs import family_folder
+from headwater.kv.stores.object.runs import family_digest, family_folder
 from headwater.kv.stores.object.writing import FAMILIES, Writer
 
 _log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ SAVE_AFTER_CHANGES = 64
 _LOOK_EVERY_S = 1.0
 _MIN_SWEEP_S = 600.0
 _MAX_SWEEP_S = 86400.0
+_AFTER_BUG_S = 60.0
+_RUN_KEY = re.compile("runs/[0-9a-f]{32}/[0-9]{1,9}/[0-9a-f]{32}")
 
 
 class Upkeep:
@@ -126,7 +129,7 @@ class Upkeep:
         oldest = self._clock.epoch() - self._catalogue.options.ttl_s
         swept = 0
         async for chunk in self._bucket.list("runs"):
-            swept += await self._delete([one.key for one in chunk if one.modified.timestamp() < oldest])
+            swept += await self._delete([key for key, one in _runs(chunk) if one.modified.timestamp() < oldest])
         if swept:
             _log.info("object tier %s: %d objects expired", self._bucket.url, swept)
         return swept
@@ -137,8 +140,9 @@ class Upkeep:
         for digest, family in (await self._all_families()).items():
             if tenant in (None, family.tenant) and model in (None, family.model):
                 async for chunk in self._bucket.list(family_folder(digest)):
-                    cleared += sum(self._num_blocks(one.key) for one in chunk)
-                    await self._delete([one.key for one in chunk])
+                    keys = [key for key, _ in _runs(chunk)]
+                    cleared += sum(map(self._num_blocks, keys))
+                    await self._delete(keys)
         return cleared
 
     def _clear_gathered(self, tenant: str | None, model: str | None) -> int:
@@ -154,10 +158,12 @@ class Upkeep:
         families = dict(self._catalogue.families)
         async for chunk in self._bucket.list(FAMILIES):
             for one in chunk:
-                digest = bytes.fromhex(one.key.rsplit("/", 1)[1])
-                found = None if digest in families else await self._bucket.read(one.key)
-                if found is not None:
-                    families[digest] = msgspec.msgpack.decode(found[0], type=Family)
+                digest = _hex(one.key.rsplit("/", 1)[-1])
+                if digest is not None and digest not in families:
+                    found = await self._bucket.read(one.key)
+                    family = _family(found[0], digest) if found is not None else None
+                    if family is not None:
+                        families[digest] = family
         return families
 
     def _num_blocks(self, key: str) -> int:
@@ -177,8 +183,13 @@ class Upkeep:
 
     async def _run(self) -> None:
         while True:
-            with contextlib.suppress(TierUnavailable):  # told where it happened, and tried again
+            try:
                 await self._look()
+            except TierUnavailable:
+                pass  # told where it happened, and tried again
+            except Exception:  # noqa: BLE001  the task must not end with a mistake of ours: it is logged and slowed down
+                _log.exception("object tier %s: upkeep failed, and is tried again later", self._bucket.url)
+                await asyncio.sleep(_AFTER_BUG_S)
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _look(self) -> None:
@@ -198,3 +209,20 @@ class Upkeep:
 
 def _name(key: str) -> bytes:
     return bytes.fromhex(key.rsplit("/", 1)[1])
+
+
+def _runs(chunk: Sequence[Listed]) -> list[tuple[str, Listed]]:
+    """Those that are objects of this tier: whatever else somebody has put there is left alone."""
+    return [(one.key, one) for one in chunk if _RUN_KEY.fullmatch(one.key)]
+
+
+def _hex(text: str) -> bytes | None:
+    return bytes.fromhex(text) if re.fullmatch("[0-9a-f]{32}", text) else None
+
+
+def _family(data: memoryview, digest: bytes) -> Family | None:
+    try:
+        family = msgspec.msgpack.decode(data, type=Family)
+    except msgspec.MsgspecError:
+        return None
+    return family if family_digest(family) == digest else None
