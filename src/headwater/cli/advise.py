@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from headwater.planner.pool import WorkerModel
 from headwater.planner.whatif import Job
 from headwater.sim.advice import Figures, Load, Ranking, capacity, front, synthetic, try_adaptive, try_option
 from headwater.sim.advice_page import advice_page
-from headwater.sim.options import Layout, Option, layouts
+from headwater.sim.options import Option, layouts
 from headwater.sim.reasons import reasons, verdict, where
 
 _LOADS = (0.3, 0.5, 0.7, 0.85, 0.95)
@@ -33,6 +33,7 @@ _AROUND = (0.4, 0.7, 1.0, 1.2)
 _REQUESTS = 600
 _ADAPTIVE_REQUESTS = 1500
 _SHOWN = 8
+_MOST = 0.5
 _ADAPTIVE_LAYOUTS = 2
 _LEAST_ROOM_REQUESTS = 4
 """Requests that a worker must be able to hold to be worth trying."""
@@ -85,8 +86,12 @@ def run(args: argparse.Namespace) -> int:
     models = _models(args)
     options = _options(args, models)
     compared = [_compared(written, models) for written in args.compare]
-    found = [_advise(load, options, compared, models, objective) for load in _loads(args, options, models)]
+    loads = list(_loads(args, options, models))
+    found = [_advise(load, options, compared, models, objective) for load in loads]
     meant = _meant(found, args)
+    if not args.concurrency:
+        load = loads[found.index(meant)]
+        found[found.index(meant)] = meant = _with_adaptive(meant, load, options, models, objective)
     everything = [one for advice in found for one in advice.everything]
     if args.html:
         _write(args.html, advice_page(_title(args), meant.words, meant.rows, everything))
@@ -190,43 +195,46 @@ def _advise(
     tried = {option: try_option(option, option.layout.pool(models), short, objective) for option in options}
     extra = [try_option(option, option.layout.pool(models), short, objective) for option in compared]
     ranked = sorted(tried.values(), key=ranking)
-    adaptive = [] if load.concurrency is not None else list(_adaptive(load, tried, models, objective))
     kinds = [best for kind in ("aggregated", "split") if (best := _first(ranked, kind))]
-    rows = list(dict.fromkeys([*ranked[:_SHOWN], *kinds, *adaptive, *extra]))
+    rows = list(dict.fromkeys([*ranked[:_SHOWN], *kinds, *extra]))
     best = ranked[0]
-    words = list(_words(best, kinds, extra, adaptive, objective))
-    return Advice(short.name, best, sorted(rows, key=ranking), words, [*tried.values(), *extra, *adaptive])
+    words = list(_words(best, [*kinds, *extra], objective))
+    return Advice(short.name, best, sorted(rows, key=ranking), words, [*tried.values(), *extra])
 
 
-def _adaptive(
-    load: Load, tried: Mapping[Option, Figures], models: Mapping[int, WorkerModel], objective: Objective
-) -> Iterator[Figures]:
-    """The planner on the layouts that did best."""
-    ranking = Ranking(objective)
-    order = sorted(tried, key=lambda option: ranking(tried[option]))
-    best: list[Layout] = list(dict.fromkeys([option.layout for option in order if len(option.layout.sizes) > 1]))
-    for layout in best[:_ADAPTIVE_LAYOUTS]:
-        yield try_adaptive(str(layout), layout.pool(models), load, objective)
+def _with_adaptive(
+    advice: Advice,
+    load: Load,
+    options: Sequence[Option],
+    models: Mapping[int, WorkerModel],
+    objective: Objective,
+) -> Advice:
+    """And the planner on the layouts that did best."""
+    layouts_by_name = {str(option): option.layout for option in options}
+    best = dict.fromkeys([layouts_by_name[row.name] for row in advice.rows if row.name in layouts_by_name])
+    several = [layout for layout in best if len(layout.sizes) > 1][:_ADAPTIVE_LAYOUTS]
+    adaptive = [try_adaptive(str(layout), layout.pool(models), load, objective) for layout in several]
+    words = [f"Roles that follow the traffic: {verdict(one, advice.best, objective)}." for one in adaptive]
+    rows = sorted([*advice.rows, *adaptive], key=Ranking(objective))
+    return replace(advice, rows=rows, words=[*advice.words, *words], everything=[*advice.everything, *adaptive])
 
 
 def _first(ranked: Sequence[Figures], kind: str) -> Figures | None:
     return next((one for one in ranked if one.kind == kind), None)
 
 
-def _words(
-    best: Figures, kinds: Sequence[Figures], extra: Sequence[Figures], adaptive: Sequence[Figures], objective: Objective
-) -> Iterator[str]:
+def _words(best: Figures, others: Sequence[Figures], objective: Objective) -> Iterator[str]:
     yield f"Use {best.name} ({best.kind}) at {best.load}."
+    if objective.given and best.attained < _MOST:
+        yield f"Even so only {best.attained:.0%} of requests would meet the objectives: too much load, or too tight."
     yield f"Where the time goes: {where(best)}."
-    for other in dict.fromkeys([*kinds, *extra]):
+    for other in dict.fromkeys(others):
         if other.name == best.name:
             continue
         yield f"{verdict(best, other, objective)}."
         yield f"{where(other)}."
         for reason in reasons(best, other, objective):
             yield f"Because: {reason}."
-    for one in adaptive:
-        yield f"Roles that follow the traffic: {verdict(one, best, objective)}."
 
 
 def _meant(found: Sequence[Advice], args: argparse.Namespace) -> Advice:

@@ -74,12 +74,10 @@ class Option:
             count, size, letter = matched.groups()
             workers += [(int(size), _ROLES[letter])] * min(int(count), MAX_WORKERS + 1)
         workers.sort(key=lambda worker: (worker[0], ("prefill", "both", "decode").index(worker[1])))
-        roles = tuple(role for _, role in workers)
-        if not 0 < len(workers) <= MAX_WORKERS or ("decode" in roles) != ("prefill" in roles):
-            raise ConfigError(
-                f"{written}: from 1 to {MAX_WORKERS} workers, of which some prefill if some decode only, and vice versa"
-            )
-        return cls(Layout(tuple(size for size, _ in workers)), RolePlan(roles))
+        plan = RolePlan(tuple(role for _, role in workers))
+        if len(workers) > MAX_WORKERS or not plan.complete:
+            raise ConfigError(f"{written}: from 1 to {MAX_WORKERS} workers, of which some prefill and some decode")
+        return cls(Layout(tuple(size for size, _ in workers)), plan)
 
 
 def layouts(num_gpus: int, sizes: Sequence[int]) -> list[Layout]:

@@ -1,4 +1,4 @@
-"""The planner: what it decides for which traffic, when it stays, how it corrects itself. On small simulated clusters."""
+"""The planner: what it decides for which traffic, when it stays, how it corrects itself. On simulated clusters."""
 
 from collections.abc import Sequence
 from dataclasses import replace
