@@ -69,7 +69,7 @@ def kill_loop(kills: int, cap_bytes: int, size: int) -> None:
 def kill_workers(kills: int, size: int) -> None:
     """Four workers at a time on one store, one of them killed and replaced again and again."""
     moment = random.Random(3)
-    with store_process(64 << 20, 4096) as path:
+    with store_process(3 << 20, 4096) as path:
         workers: list[subprocess.Popen[bytes]] = []
         for number in range(kills + 4):
             command = [sys.executable, TESTS / "kv_worker_child.py", path, str(size), str(number), "3600"]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from headwater.clock import Clock, RealClock
 from headwater.config.units import parse_bytes
@@ -21,9 +22,12 @@ from headwater.kv.node.store import NodeStore
 from headwater.kv.stores.base import TierStore
 from headwater.kv.stores.disk import DiskOptions, DiskTier
 from headwater.kv.stores.host import HostTier, TierOptions
+from headwater.kv.stores.quantized import QuantizedTier
 from headwater.types import Tier
 
 logger = logging.getLogger(__name__)
+
+ColdFormat = Literal["exact", "int8"]
 
 SOCKET_NAME = "kv.sock"
 
@@ -39,6 +43,8 @@ class NodeOptions:
     owner: str = "node"
     """Of what this node writes to an object store: the same over restarts, another on each node."""
     admission: AdmissionName = "second-use"
+    cold_format: ColdFormat = "exact"
+    """How disk and object tier keep blocks; `int8` is smaller and lossy: `headwater.kv.stores.quantized`."""
 
 
 def parse_disk(text: str) -> tuple[Path, int]:
@@ -61,14 +67,18 @@ def open_store(options: NodeOptions, clock: Clock, peers: TierStore | None = Non
         logger.info(
             "disk tier %s: %d blocks found in %.1f s", options.disk.folder, disk.ledger.table.num_blocks, disk.reopen_s
         )
-        lower.append(disk)
+        lower.append(_cold(disk, options.cold_format))
     if peers is not None:
         lower.append(peers)
     if options.object_url:
-        lower.append(_open_object(options, clock))
+        lower.append(_cold(_open_object(options, clock), options.cold_format))
     written: list[Tier] = ["disk", "object"]
     admissions = {tier: make_admission(options.admission) for tier in written}
     return NodeStore(HostTier(options.host, clock, prices.worth), lower, admissions, prices, clock)
+
+
+def _cold(tier: TierStore, cold_format: ColdFormat) -> TierStore:
+    return QuantizedTier(tier) if cold_format == "int8" else tier
 
 
 def _open_object(options: NodeOptions, clock: Clock) -> TierStore:

@@ -16,6 +16,7 @@ from headwater.kv.resident import stored_runs
 from headwater.kv.stores.base import TierEvent, TierStore
 from headwater.kv.stores.disk import DiskTier
 from headwater.kv.stores.host import HostTier
+from headwater.kv.stores.quantized import bare
 from headwater.protocol.events import BlocksCleared, BlocksStored
 
 _REFUSALS = {Refusal.PRESENT: wire.PRESENT, Refusal.BUSY: wire.BUSY, Refusal.FULL: wire.FULL}
@@ -150,9 +151,12 @@ class Requests:
             return ledger.unpin(request.ids)
         return sum(ledger.pin(request.ids, self._clock.now() + request.seconds))
 
+    def _ledgered_tiers(self) -> list[HostTier | DiskTier]:
+        return [tier for tier in map(bare, self._store.tiers) if isinstance(tier, HostTier | DiskTier)]
+
     def _ledgered(self, name: str) -> HostTier | DiskTier:
-        for tier in self._store.tiers:
-            if tier.tier == name and isinstance(tier, HostTier | DiskTier):
+        for tier in self._ledgered_tiers():
+            if tier.tier == name:
                 return tier
         raise ConfigError(f"this store has no {name} tier that can be listed or verified")
 
@@ -186,7 +190,8 @@ class Requests:
 
     def _tier_status(self, tier: TierStore, problem: str) -> wire.TierStatus:
         usage = tier.usage()
-        families = list(tier.ledger.families.usage()) if isinstance(tier, HostTier | DiskTier) else []
+        kept = bare(tier)
+        families = list(kept.ledger.families.usage()) if isinstance(kept, HostTier | DiskTier) else []
         return wire.TierStatus(
             tier.tier,
             usage.num_blocks,

@@ -27,6 +27,7 @@ from headwater.kv.pricing import TierRun
 from headwater.kv.stores.base import TierStore
 from headwater.kv.stores.disk import DiskTier
 from headwater.kv.stores.host import LOCAL, HostTier
+from headwater.kv.stores.quantized import bare
 from headwater.kv.table import run_of
 from headwater.types import BLOCK_ID_BYTES, Tier
 
@@ -323,5 +324,5 @@ class NodeStore:
             await asyncio.sleep(_TICK_S)
             self.host.tick()
             for one in self.lower:
-                if isinstance(one.tier, DiskTier):
-                    one.tier.tick()
+                if isinstance(disk := bare(one.tier), DiskTier):
+                    disk.tick()

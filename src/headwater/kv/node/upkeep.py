@@ -11,6 +11,7 @@ from headwater.kv.node.wire import BlockEntry
 from headwater.kv.stores.base import Absent
 from headwater.kv.stores.disk import DiskTier
 from headwater.kv.stores.host import HostTier
+from headwater.kv.stores.quantized import bare, exact_family
 from headwater.kv.table import Record
 
 _BATCH = 16
@@ -57,7 +58,7 @@ async def verify(tier: HostTier | DiskTier) -> tuple[int, int]:
 
 async def warm(store: NodeStore, max_bytes: int) -> int:
     """Bring the newest blocks of the disk tier into free room of the host tier; how many came."""
-    disk = next((one.tier for one in store.lower if isinstance(one.tier, DiskTier)), None)
+    disk = next((tier for one in store.lower if isinstance(tier := bare(one.tier), DiskTier)), None)
     if disk is None:
         return 0
     space = store.host.ledger.space
@@ -87,4 +88,5 @@ def _newest_runs(ledger: Ledger, room: int) -> Iterator[Piece]:
             run.append(following)
         joined.update(one.block.id for one in run)
         ids = b"".join(one.block.id for one in run)
-        yield Piece(ledger.families[record.family], ids, record.block.position, record.block.parent)
+        family = exact_family(ledger.families[record.family])
+        yield Piece(family, ids, record.block.position, record.block.parent)

@@ -15,8 +15,8 @@ PAYLOAD_BYTES = 8192
 ROOM_BLOCKS = 64
 """How many blocks of `FAMILY` the tier under test has room for, at least; at most ten times as many."""
 
-FAMILY = Family("model-a", "f16.test", "", PAYLOAD_BYTES)
-OTHER = Family("model-b", "f16.test", "tenant-b", PAYLOAD_BYTES)
+FAMILY = Family("model-a", "test", "", PAYLOAD_BYTES)
+OTHER = Family("model-b", "test", "tenant-b", PAYLOAD_BYTES)
 
 
 class Run:
