@@ -52,7 +52,7 @@ def _disagg_settings(config: DisaggConfig) -> DisaggSettings:
 
 def planning_settings(config: DisaggConfig) -> PlanningSettings:
     objective = Objective(config.plan_ttft * 1000 or math.inf, config.plan_tpot * 1000 or math.inf)
-    planner = PlannerSettings(objective=objective, interval_ms=max(_LEAST_INTERVAL_MS, config.plan_interval * 1000))
+    planner = PlannerSettings(objective=objective).every(max(_LEAST_INTERVAL_MS, config.plan_interval * 1000))
     return PlanningSettings(planner, config.transfer_gb_per_s * _BYTES_PER_MS)
 
 

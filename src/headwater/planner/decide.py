@@ -13,10 +13,12 @@ Too little traffic, or times that no correction explains: the plan in force stay
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from statistics import fmean
+from typing import Self
 
+from headwater.perf.model import StepShape
 from headwater.planner.evaluate import Sample, best_of, evaluate_each, means, screen
 from headwater.planner.feedback import Correction, Held, corrected
 from headwater.planner.objective import Objective, Score
@@ -73,6 +75,17 @@ class PlannerSettings:
     max_error: float = 0.6
     """Of the replay: beyond it nothing is believed."""
 
+    def every(self, interval_ms: float) -> Self:
+        """The same, faster or slower in all that happens again and again."""
+        pace = interval_ms / self.interval_ms
+        return replace(
+            self,
+            interval_ms=interval_ms,
+            window_ms=self.window_ms * pace,
+            dwell_ms=self.dwell_ms * pace,
+            refresh_ms=self.refresh_ms * pace,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -103,7 +116,7 @@ class Planner:
         self._held: list[Held] = [Held(-inf, self.plan)]
         self._evaluated: Summary | None = None
         self._evaluated_ms = -inf
-        self._evaluated_with = Correction()
+        self._evaluated_pace: tuple[float, ...] = ()
 
     def adopt(self, plan: RolePlan, now_ms: float) -> None:
         """A plan holds from now on, whoever chose it: workers came or went, or somebody set roles."""
@@ -121,10 +134,12 @@ class Planner:
             return self._stay(f"times are {self.correction.error:.0%} off what was measured: nothing is believed")
         jobs = self.traffic.jobs(recent, 0)
         seen = summary(jobs, max(1.0, length_ms) / 1000)
-        if not self._due(now_ms, seen, len(recent)):
+        believed = self.correction.applied(pool)
+        pace = _pace(believed)
+        if not self._due(now_ms, seen, len(recent), pace):
             return self._stay("nothing has changed", seen)
-        decision = self._choose(now_ms, self.correction.applied(pool), seen, recent)
-        self._evaluated, self._evaluated_ms, self._evaluated_with = seen, now_ms, self.correction
+        decision = self._choose(now_ms, believed, seen, recent)
+        self._evaluated, self._evaluated_ms, self._evaluated_pace = seen, now_ms, pace
         if decision.changed:
             self.adopt(decision.plan, now_ms)
         return decision
@@ -156,16 +171,16 @@ class Planner:
         expected = self.traffic.expected_output()
         self.correction = corrected(self.correction, pool, self._held, seen, jobs, expected)
 
-    def _due(self, now_ms: float, seen: Summary, num_recent: int) -> bool:
+    def _due(self, now_ms: float, seen: Summary, num_recent: int, pace: tuple[float, ...]) -> bool:
         settings, before = self.settings, self._evaluated
-        if (
-            before is None
-            or now_ms - self._evaluated_ms >= settings.refresh_ms
-            or seen.differs(before, settings.changed)
-        ):
+        if before is None or len(pace) != len(self._evaluated_pace):
             return True
-        with_, now = self._evaluated_with, self.correction
-        return max(abs(now.prefill / with_.prefill - 1), abs(now.decode / with_.decode - 1)) > settings.corrected
+        if seen.differs(before, max(settings.changed, _CHANCE / sqrt(num_recent))):
+            return True
+        if now_ms - self._evaluated_ms >= settings.refresh_ms:
+            return True
+        pairs = zip(pace, self._evaluated_pace, strict=True)
+        return any(abs(now / then - 1) > settings.corrected for now, then in pairs)
 
     # -- choice
 
@@ -252,6 +267,13 @@ class Planner:
         if len(jobs) >= settings.min_jobs and self.share >= _WHOLE:
             samples.append(Sample(shifted(jobs[-settings.max_jobs :]), expected))
         return samples
+
+
+def _pace(pool: Sequence[WorkerModel]) -> tuple[float, ...]:
+    """Times of a usual step of either kind, of each worker."""
+    chunk, decodes = StepShape(1024, 1024 * 512), StepShape(0, 0, 32, 32 * 1024)
+    known = {id(model): (model.curve.step_ms(chunk), model.curve.step_ms(decodes)) for model in pool}
+    return tuple(duration for model in pool for duration in known[id(model)])
 
 
 def _life_ms(pool: Sequence[WorkerModel], prompt: float, output: float, objective: Objective) -> float:
