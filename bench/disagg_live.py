@@ -13,6 +13,7 @@ adaptive cluster has to find out by itself.
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -202,7 +203,12 @@ def compare(results: Sequence[dict[str, Figures]]) -> None:
         )
 
 
+def end(_number: int, _frame: object) -> None:
+    raise SystemExit(1)
+
+
 def main() -> None:
+    signal.signal(signal.SIGTERM, end)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--isl", type=int, nargs="+", default=[64, 512, 2048, 8192])
     parser.add_argument("--osl", type=int, nargs="+", default=[16, 128, 512])
