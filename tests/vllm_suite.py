@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import uvloop
 
-from headwater.engines.base import EngineInfo
+from headwater.engines.base import EngineInfo, Progress
 from headwater.engines.conformance import SIZES, EngineConformance, prompt_of
 from headwater.engines.external import ExternalEngine
 from headwater.engines.registry import create_engine
@@ -34,28 +35,26 @@ from headwater.protocol.events import BlocksStored
 from headwater.runtime.conformance import CHECK, eventually
 
 OTHER_SIZES = "wants an engine of other sizes"
-ENDS_IT = "ends the engine"
+LAST = ("test_close_ends_what_is_open_and_then_is_silent", "test_close_can_be_called_again_and_at_once")
+"""They end the engine."""
 NOT_ASKED = {
     "test_two_of_a_kind_are_exchangeable": "wants two engines",
     "test_a_moved_sequence_goes_on_where_it_was": "wants two engines",
-    "test_close_can_be_called_again_and_at_once": ENDS_IT,
-    "test_close_ends_what_is_open_and_then_is_silent": ENDS_IT,
-    "test_drain_waits_and_refuses": ENDS_IT,
-    "test_drain_gives_up_in_time": ENDS_IT,
-    "test_abort_of_a_refused_one_silences_it": ENDS_IT,
     "test_preemption_does_not_show": OTHER_SIZES,
     "test_the_longest_prompt_is_served_and_a_longer_one_refused_with_the_sum": OTHER_SIZES,
     "test_events_add_up_to_the_snapshot_and_to_the_pool": OTHER_SIZES,
     "test_a_failing_executor_ends_everything_with_an_error": "breaks an executor of ours",
-    "test_start_says_what_it_is": "checked when it started",
 }
 VLLM_FLAGS = ("--enforce-eager", "--dtype", "float32")
+VLLM_SIZES = msgspec.structs.replace(SIZES, block_size=32)
+"""vLLM for CPU takes multiples of 32."""
 
 
 class SharedEngine(EngineConformance):
     """All benches are the same engine, with a new recorder each."""
 
     plans_itself = True
+    block_size = VLLM_SIZES.block_size
 
     def __init__(self, engine: ExternalEngine, info: EngineInfo, reset: Callable[[], Awaitable[None]]) -> None:
         self._engine = engine
@@ -69,14 +68,19 @@ class SharedEngine(EngineConformance):
             raise NotImplementedError(OTHER_SIZES)
         if changes:
             raise StopAsyncIteration  # the first half of that check is done
-        await self._reset()
+        engine = self._engine
+        if not engine.closed:
+            # As if the check before had not drained it.
+            engine._refusing, engine._draining = None, False
+            engine._drained.clear()
+            await self._reset()
         recorder = Recorder()
         for event in self._engine.resident_blocks():
             if isinstance(event, BlocksStored):
                 recorder.resident.apply(event)
         self._engine.totals = type(self._engine.totals)()
         self._engine._listener = recorder
-        bench = Bench(self._engine, self._info, recorder, [])
+        bench = Bench(self._engine, self._info, recorder, [Progress("ready")])
         try:
             yield bench
         finally:
@@ -87,9 +91,11 @@ class SharedEngine(EngineConformance):
 class VllmChecks:
     """What vLLM itself says about its cache, against what its events said before."""
 
-    def __init__(self, suite: SharedEngine, engine: ExternalEngine) -> None:
+    def __init__(self, suite: SharedEngine, engine: ExternalEngine, hits: Callable[[], Awaitable[int]] | None) -> None:
         self._suite = suite
         self._engine = engine
+        self._hits = hits
+        """Prompt tokens that vLLM has found in its cache, where it does not say so with each answer."""
 
     async def test_events_agree_with_the_cache_under_eviction(self) -> None:
         """Prompts of several prefixes, more than fit: what the events say is resident is what vLLM then finds."""
@@ -100,10 +106,12 @@ class VllmChecks:
                 prompt = prompt_of(draws.choice((64, 128, 192)), draws.randrange(8))
                 await self._suite.settle()
                 predicted = self._resident_tokens(bench, prompt)
+                before = await self._hits() if self._hits is not None else 0
                 request = bench.request(prompt, 4)
                 await bench.run(request)
                 found = bench.recorder.outputs[request.stream][0].num_cached_tokens
-                right += found == predicted
+                assert found == predicted or self._hits is None
+                right += (found if self._hits is None else await self._hits() - before) == predicted
             removed = [event for event in bench.recorder.events if type(event).__name__ == "BlocksRemoved"]
             assert removed, "nothing was evicted"
             assert right == 60, f"{right} of 60 predictions were right"
@@ -153,16 +161,24 @@ class VllmChecks:
         return min(count * card.block_size, (len(prompt) - 1) // card.block_size * card.block_size)
 
 
-async def run_checks(engine: ExternalEngine, info: EngineInfo, reset: Callable[[], Awaitable[None]]) -> None:
+async def run_checks(
+    engine: ExternalEngine,
+    info: EngineInfo,
+    reset: Callable[[], Awaitable[None]],
+    hits: Callable[[], Awaitable[int]] | None = None,
+) -> None:
     suite = SharedEngine(engine, info, reset)
-    own = VllmChecks(suite, engine)
-    for name in sorted(name for name in dir(suite) if name.startswith("test_")):
+    own = VllmChecks(suite, engine, hits)
+    names = [name for name in dir(suite) if name.startswith("test_") and name not in LAST]
+    for name in names:
         if name in NOT_ASKED:
             told(name, "not asked", NOT_ASKED[name])
         else:
             await one_check(name, getattr(getattr(suite, name).__func__, CHECK)(suite))
     for name in [name for name in dir(own) if name.startswith("test_")]:
         await one_check(name, getattr(own, name)())
+    for name in LAST:
+        await one_check(name, getattr(getattr(suite, name).__func__, CHECK)(suite))
 
 
 async def one_check(name: str, check: Awaitable[None]) -> None:
@@ -185,7 +201,7 @@ def told(name: str, result: str, detail: str) -> None:
 
 
 async def in_worker(folder: str) -> None:
-    config = msgspec.structs.replace(SIZES, engine="vllm", model=folder, threads=1, engine_args=VLLM_FLAGS)
+    config = msgspec.structs.replace(VLLM_SIZES, engine="vllm", model=folder, threads=1, engine_args=VLLM_FLAGS)
     engine = create_engine(config)
     assert isinstance(engine, ExternalEngine)
     info = await started(engine)
@@ -209,7 +225,7 @@ async def in_worker(folder: str) -> None:
 
 async def attached(folder: str) -> None:
     with vllm_server(folder) as url:
-        config = msgspec.structs.replace(SIZES, attach=(url,), attach_as="vllm")
+        config = msgspec.structs.replace(VLLM_SIZES, attach=(url,), attach_as="vllm")
         engine = create_engine(config)
         assert isinstance(engine, ExternalEngine)
         info = await started(engine)
@@ -224,8 +240,18 @@ async def attached(folder: str) -> None:
             await bench.run(bench.request([3, 4, 5], 1))
             await eventually(lambda: len(engine.resident) == 0, "the cache is empty")
 
+        def counted() -> int:
+            with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+                text = answer.read().decode()
+            found = re.search(r"^vllm:prefix_cache_hits_total\{[^}]*\} (\S+)", text, re.MULTILINE)
+            return int(float(found[1])) if found else 0
+
+        async def hits() -> int:
+            await asyncio.sleep(0.05)
+            return await asyncio.to_thread(counted)
+
         try:
-            await run_checks(engine, info, reset)
+            await run_checks(engine, info, reset, hits)
         finally:
             await engine.close()
 
@@ -233,9 +259,7 @@ async def attached(folder: str) -> None:
 async def started(engine: ExternalEngine) -> EngineInfo:
     info = await engine.start(Recorder(), lambda _: None)
     card = info.card
-    assert (info.kv_blocks, info.max_num_seqs, info.max_num_batched_tokens) == (48, 4, 64)
-    assert (card.block_size, card.max_model_len) == (SIZES.block_size, 512)
-    told("test_start_says_what_it_is", "passed", info.engine)
+    print(f"{info.engine}: {card.name}, {info.kv_blocks} blocks of {card.block_size}", file=sys.stderr)
     return info
 
 
@@ -249,7 +273,7 @@ def vllm_server(folder: str):
     events = {"enable_kv_cache_events": True, "publisher": "zmq"}
     events |= {"endpoint": f"tcp://*:{ports[1]}", "replay_endpoint": f"tcp://*:{ports[2]}"}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *VLLM_FLAGS]
-    command += ["--host", "127.0.0.1", "--port", str(ports[0]), "--block-size", "16", "--num-gpu-blocks-override", "49"]
+    command += ["--host", "127.0.0.1", "--port", str(ports[0]), "--block-size", "32", "--num-gpu-blocks-override", "49"]
     command += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "512"]
     command += ["--kv-events-config", json.dumps(events), "--gpu-memory-utilization", "0.1"]
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}

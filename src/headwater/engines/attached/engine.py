@@ -250,7 +250,8 @@ class AttachedEngine(ExternalEngine):
             if block_id not in self.resident:
                 break
             count += 1
-        return min(count * self._block_size, stream.num_prompt_tokens - 1)
+        # The last token is always computed, and with it the rest of its block.
+        return min(count, (stream.num_prompt_tokens - 1) // self._block_size) * self._block_size
 
     # ---- events
 
