@@ -40,8 +40,7 @@ def test_vllm(form: str, model: Path) -> None:
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [str(VLLM_PYTHON), str(SUITE), form, str(model)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         env=environment,
         check=False,
     )
