@@ -27,7 +27,7 @@ from headwater.perf.curve import StepCurve
 from headwater.perf.model import StepShape
 from headwater.planner.decide import PlannerSettings
 from headwater.planner.objective import Objective
-from headwater.planner.plan import RolePlan, candidates
+from headwater.planner.plan import RolePlan, aggregated, candidates
 from headwater.planner.pool import WorkerModel
 from headwater.planner.whatif import FastCluster, Job, Outcomes
 from headwater.sim.adaptive import AdaptiveCluster
@@ -324,6 +324,39 @@ def flip(args: argparse.Namespace) -> None:
             )
 
 
+def issue_3774(args: argparse.Namespace) -> None:
+    """Output rate and mean end-to-end time of a closed loop, against one aggregated worker of all GPUs."""
+    known = curves()
+    model = "gpt-oss-120b"
+    whole, halves = pool_of(known, model, (8,), args.chunk), pool_of(known, model, (4, 4), args.chunk)
+    split = RolePlan(("prefill", "decode"))
+    print(f"{'shape':10}{'users':>6}{'TP8 tok/s':>11}{'2xTP4':>8}{'TP4P+TP4D':>11}{'adaptive 2xTP4':>16}  (E2E)")
+    for name in ("1000/1000", "3000/150"):
+        for users in (16, 32, 64):
+            random = Random(f"{name}/{users}")
+            jobs = [Job(0.0, *draw(random, SHAPES[name])) for _ in range(24 * users)]
+            expected = fmean([job.output_tokens for job in jobs])
+            base = closed(FastCluster(whole, aggregated(1), expected), jobs, users)
+            others = [
+                closed(FastCluster(halves, aggregated(2), expected), jobs, users),
+                closed(FastCluster(halves, split, expected), jobs, users),
+                closed(AdaptiveCluster(halves, PlannerSettings()), jobs, users),
+            ]
+            cells = "".join(f"{rate / base[0]:9.3f} ({e2e / base[1]:.3f})" for rate, e2e in others)
+            print(f"{name:10}{users:6}{base[0]:11.0f}{cells}")
+
+
+def closed(cluster: FastCluster | AdaptiveCluster, jobs: Sequence[Job], users: int) -> tuple[float, float]:
+    """(output tokens per s, mean end-to-end time in ms) of what came after the first quarter and before the last."""
+    outcome = cluster.run_closed(jobs, users)
+    ran = outcome if isinstance(outcome, FastCluster) else cluster
+    assert isinstance(ran, FastCluster)
+    first, last = len(jobs) // 4, len(jobs) * 3 // 4
+    seconds = (ran.started_ms[last] - ran.started_ms[first]) / 1000
+    tokens = sum(job.output_tokens for job in jobs[first:last])
+    return tokens / seconds, fmean(ran.outcomes.e2e_ms[first:last])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=list(LAYOUTS))
@@ -338,11 +371,14 @@ def main() -> None:
     parser.add_argument("--decode-error", type=float, default=0.0)
     parser.add_argument("--flip", action="store_true")
     parser.add_argument("--flip-load", type=float, default=1.0)
+    parser.add_argument("--issue-3774", action="store_true")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
     if args.fit:
         fit_curves()
+    elif args.issue_3774:
+        issue_3774(args)
     elif args.flip:
         flip(args)
     else:

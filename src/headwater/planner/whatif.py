@@ -186,11 +186,15 @@ class FastCluster:
 
     def run_closed(self, jobs: Sequence[Job], concurrency: int) -> Outcomes:
         """All jobs, `concurrency` at a time, each as soon as an earlier one has ended; their times are not used."""
+        self.begin_closed(jobs, concurrency)
+        self.advance(inf)
+        return self.outcomes
+
+    def begin_closed(self, jobs: Sequence[Job], concurrency: int) -> None:
+        """The first ones come now, the others while time advances."""
         self._closed, self._next = True, iter(jobs)
         for job in islice(self._next, concurrency):
             self.submit(replace(job, at_ms=0.0))
-        self.advance(inf)
-        return self.outcomes
 
     def free_tokens(self) -> list[int]:
         """Room of each worker that nobody holds."""

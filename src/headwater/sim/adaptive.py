@@ -43,6 +43,22 @@ class AdaptiveCluster:
         self.cluster.advance(jobs[-1].at_ms * (1 + _PATIENCE) if jobs else inf)
         return self.cluster
 
+    def run_closed(self, jobs: Sequence[Job], concurrency: int) -> FastCluster:
+        """All jobs, so many at a time."""
+        self.cluster.begin_closed(jobs, concurrency)
+        tick_ms, num_seen = self.planner.settings.interval_ms, 0
+        while self.cluster.outcomes.finished < len(jobs):
+            self.cluster.advance(tick_ms)
+            started = self.cluster.started_ms
+            for number in range(num_seen, len(started)):
+                job = jobs[number]
+                served = self.planner.traffic.arrived(started[number], job.prompt_tokens, job.cached_tokens)
+                self._open[number] = (served, job)
+            num_seen = len(started)
+            self._decide(tick_ms)
+            tick_ms += self.planner.settings.interval_ms
+        return self.cluster
+
     def _decide(self, now_ms: float) -> None:
         outcomes, planner = self.cluster.outcomes, self.planner
         for number in [number for number in self._open if not isnan(outcomes.e2e_ms[number])]:
