@@ -19,8 +19,10 @@ class PlanPages:
         return [Route("GET", "/debug/plan", self._serve)]
 
     def _serve(self, _request: HttpRequest, responder: Responder) -> None:
-        document = {fingerprint: _described(kept) for fingerprint, kept in self._planning.plans.items()}
-        responder.send(200, (JSON, (b"cache-control", b"no-store")), msgspec.json.encode({"models": document}))
+        responder.send(200, (JSON, (b"cache-control", b"no-store")), msgspec.json.encode(self.document()))
+
+    def document(self) -> dict[str, Any]:
+        return {"models": {fingerprint: _described(kept) for fingerprint, kept in self._planning.plans.items()}}
 
 
 def _described(kept: ModelPlan) -> dict[str, Any]:
