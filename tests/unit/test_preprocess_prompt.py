@@ -2,7 +2,7 @@
 
 import pytest
 
-from headwater.errors import ContextTooLong
+from headwater.errors import ContextTooLong, InvalidRequest
 from headwater.frontend.openai.model import ServedModel
 from headwater.frontend.preprocess.prompt import PromptLimits
 from headwater.frontend.preprocess.tokenizer import Tokenizer, pack_ids
@@ -109,3 +109,10 @@ def test_block_ids_are_those_of_the_identity(model: ServedModel) -> None:
     assert prompt.block_ids == chain_block_ids(key, ids, 16)
     assert len(prompt.block_ids) == 100 // 16 * BLOCK_ID_BYTES
     assert prompt.num_tokens == 100
+
+
+def test_characters_without_tokens_are_named(model: ServedModel) -> None:
+    """This model has no token for the byte 0xf2; a text with it is the client's mistake, not ours."""
+    with pytest.raises(InvalidRequest, match="no tokens for") as caught:
+        LIMITS.encode(model.tokenizer, "before \U000a5184 after", "prompt", add_special_tokens=False)
+    assert caught.value.param == "prompt"

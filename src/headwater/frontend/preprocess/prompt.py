@@ -59,7 +59,7 @@ class PromptLimits:
         self.check_chars(len(text), param)
         generous = self.max_model_len * _GENEROUS_CHARS_PER_TOKEN
         if len(text) > 2 * generous:
-            beginning = tokenizer.encode(text[:generous], add_special_tokens=add_special_tokens)
+            beginning = _encoded(tokenizer, text[:generous], param, add_special_tokens)
             num_tokens = len(beginning) // TOKEN_ID_BYTES
             if num_tokens > self.max_model_len + _BORDER_TOKENS:
                 raise ContextTooLong(
@@ -67,7 +67,7 @@ class PromptLimits:
                     f"tokens; the model's context is {self.max_model_len:,} tokens",
                     param=param,
                 )
-        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids = _encoded(tokenizer, text, param, add_special_tokens)
         if self.vocab_size is not None:
             self._check_ids(ids, param)
         return ids
@@ -113,3 +113,12 @@ class PromptLimits:
         if max_tokens >= longest:
             return start + at_most
         return start + f"at most {longest - max_tokens:,} prompt tokens, or {at_most}"
+
+
+def _encoded(tokenizer: Tokenizer, text: str, param: str, add_special_tokens: bool) -> bytes:
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{param} holds characters that the model has no tokens for ({error})", param=param
+        ) from None
