@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 
 HEADWATER = [sys.executable, "-m", "headwater"]
 DEADLINE_S = 60.0
+JSON = {"content-type": "application/json"}
 FAST = ["--engine", "mocker", "--mocker-speedup", "0", "--port", "0"]
 
 
@@ -250,3 +252,29 @@ def test_status_says_when_there_is_nothing(environment: dict[str, str]) -> None:
     done = headwater(environment, "status", "--port", "1")
     assert done.returncode == 1
     assert "start one with `headwater serve`" in done.stderr
+
+
+def test_serve_with_pools_hands_prompts_over(environment: dict[str, str]) -> None:
+    flags = ("--prefill", "1", "--decode", "2", "--disagg", "always", "--num-kv-blocks", "500")
+    with serve(environment, *FAST, *flags) as running:
+        url = running.url
+        document = json.loads(headwater(environment, "status", "--json").stdout)
+        assert sorted(worker["role"] for worker in document["workers"]) == ["decode", "decode", "prefill"]
+        model = json.load(urllib.request.urlopen(f"{url}/v1/models", timeout=DEADLINE_S))["data"][0]["id"]
+        for number in range(3):
+            body = {"model": model, "prompt": f"{number} " + "a long story " * 60, "max_tokens": 5}
+            asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), JSON)
+            answer = json.load(urllib.request.urlopen(asked, timeout=DEADLINE_S))
+            assert answer["usage"]["completion_tokens"] == 5
+        running.until(lambda: _handed_over(url) == 3)
+        assert running.end() == 0
+    refused = headwater(environment, "serve", *FAST, "--prefill", "1")
+    assert refused.returncode == 2
+    assert "--decode" in refused.stderr
+
+
+def _handed_over(url: str) -> float:
+    page = urllib.request.urlopen(f"{url}/metrics", timeout=DEADLINE_S).read().decode()
+    return sum(
+        float(number) for number in re.findall(r"^headwater_worker_handoffs_total{.*} (\S+)", page, re.MULTILINE)
+    )

@@ -169,10 +169,10 @@ class _WorkerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         workers = self._view.workers
-        up = GaugeMetricFamily("headwater_worker_up", "Whether the worker may get requests.", labels=["worker_id"])
+        up = GaugeMetricFamily("headwater_worker_up", "Whether the worker can be given work.", labels=["worker_id"])
         booked = GaugeMetricFamily("headwater_worker_booked_tokens", "Booked by this frontend.", labels=["worker_id"])
         for worker in workers:
-            up.add_metric([worker.worker_id], float(worker.eligible))
+            up.add_metric([worker.worker_id], float(worker.usable))
             tokens = worker.booked_prefill_tokens + worker.booked_output_tokens
             booked.add_metric([worker.worker_id], tokens)
         yield up
@@ -200,6 +200,10 @@ def _report(name: str) -> _Read:
     return lambda worker: float(getattr(worker.load, name)) if worker.load is not None else 0.0
 
 
+def _handoffs(name: str) -> _Read:
+    return lambda worker: float(getattr(worker.load.handoffs, name)) if worker.load and worker.load.handoffs else 0.0
+
+
 _WORKER_GAUGES: tuple[tuple[str, str, _Read], ...] = (
     ("num_requests_running", "Sequences running.", _report("num_running")),
     ("num_requests_waiting", "Sequences waiting.", _report("num_waiting")),
@@ -213,6 +217,9 @@ _WORKER_COUNTERS: tuple[tuple[str, str, _Read], ...] = (
     ("prompt_tokens", "Prompt tokens taken in.", _report("prompt_tokens")),
     ("prefix_cache_hit_tokens", "Prompt tokens found in the cache.", _report("cached_tokens")),
     ("generation_tokens", "Tokens generated.", _report("generated_tokens")),
+    ("handoffs", "Prompts computed by another worker.", _handoffs("done")),
+    ("handoff_fallbacks", "Prompts that another worker did not deliver.", _handoffs("fell_back")),
+    ("handoff_blocks", "KV blocks read from other workers.", _handoffs("blocks_moved")),
 )
 
 

@@ -99,9 +99,14 @@ class WorkerView:
         return self.booked_sequences - self.num_prefilling
 
     @property
+    def usable(self) -> bool:
+        """Whether it can be given work of its role."""
+        return self.connected and self.instance.state == "ready"
+
+    @property
     def eligible(self) -> bool:
         """Whether new requests may be sent to it."""
-        return self.connected and self.instance.state == "ready" and self.instance.role != "prefill"
+        return self.usable and self.instance.role != "prefill"
 
     def occupy(self) -> Occupancy:
         """`occupied`, worked out anew."""
@@ -170,10 +175,7 @@ class ClusterView:
         return [
             worker
             for worker in self._workers.values()
-            if worker.connected
-            and worker.instance.state == "ready"
-            and worker.instance.role == "prefill"
-            and worker.instance.card.fingerprint == fingerprint
+            if worker.usable and worker.instance.role == "prefill" and worker.instance.card.fingerprint == fingerprint
         ]
 
     # -- workers ------------------------------------------------------------------------------------------------
