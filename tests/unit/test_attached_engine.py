@@ -1,0 +1,280 @@
+"""Attached servers that misbehave, go away, come back, or are of another kind; over our double of vLLM's server."""
+
+import asyncio
+import json
+from array import array
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+
+from headwater.engines.attached.dialects.vllm import VllmReader
+from headwater.engines.attached.engine import AttachedEngine
+from headwater.engines.attached.http import ServerAddress, error_for
+from headwater.engines.attached.prometheus import sums
+from headwater.engines.attached.sse import EventSplitter
+from headwater.engines.conformance import SIZES, VOCABULARY, prompt_of
+from headwater.engines.watched import Bench, Recorder
+from headwater.errors import ConfigError, ContextTooLong, HeadwaterError, InvalidRequest, Overloaded, WorkerLost
+from headwater.kv.identity import namespace
+from headwater.protocol.request import RelayedRequest
+from headwater.runtime.conformance import eventually
+from vllm_double import MODEL, VllmDouble
+
+Scenario = Callable[["Stage"], Coroutine[Any, Any, None]]
+
+
+class Stage:
+    """A double, and engines attached to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokenizer = folder / "tokenizer.json"
+        vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(VOCABULARY + 20)}
+        model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
+        self.tokenizer.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
+        self.double = self.new_double()
+
+    def new_double(self, **options: bool) -> VllmDouble:
+        config = msgspec.structs.replace(SIZES, tokenizer=str(self.tokenizer), mocker_decode_base_ms=3.0)
+        return VllmDouble(config, self.folder / "events", **options)
+
+    @asynccontextmanager
+    async def attached(self, **changes: object) -> AsyncIterator[Bench]:
+        config = msgspec.structs.replace(SIZES, attach=(self.double.url,), tokenizer=str(self.tokenizer))
+        engine = AttachedEngine(msgspec.structs.replace(config, **changes))
+        recorder = Recorder()
+        info = await engine.start(recorder, lambda _: None)
+        try:
+            yield Bench(engine, info, recorder, [])
+        finally:
+            await engine.close()
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Callable[[Scenario], None]:
+    def run(scenario: Scenario) -> None:
+        async def whole() -> None:
+            stage = Stage(tmp_path)
+            await stage.double.start()
+            try:
+                await scenario(stage)
+            finally:
+                await stage.double.close()
+
+        uvloop.run(asyncio.wait_for(whole(), 30))
+
+    return run
+
+
+def test_an_abort_closes_the_connection(play: Callable[[Scenario], None]) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached() as bench:
+            bench.engine.submit([bench.request(prompt_of(20, letter), 400) for letter in range(3)])
+            await eventually(lambda: len(bench.recorder.outputs) == 3, "all run")
+            bench.engine.abort([1, 3])
+            await eventually(lambda: stage.double.num_open == 1, "the server knows")
+            bench.engine.abort([2])
+            await eventually(lambda: stage.double.num_open == 0, "of all")
+
+    play(scenario)
+
+
+def test_a_full_server_is_overloaded_and_another_may_be_asked(play: Callable[[Scenario], None]) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached() as bench:
+            stage.double.status = 503
+            bench.engine.submit([bench.request(prompt_of(20))])
+            await eventually(lambda: bench.recorder.ended(1), "it is answered")
+            assert (bench.recorder.error(1).code, bench.recorder.error(1).retryable) == ("overloaded", True)
+            stage.double.status = None
+            await bench.run(bench.request(prompt_of(20)))
+
+    play(scenario)
+
+
+def test_a_server_that_goes_away_and_comes_back(play: Callable[[Scenario], None]) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached() as bench:
+            await bench.run(bench.request(prompt_of(40)))
+            await eventually(lambda: len(bench.engine.resident_blocks()) > 0, "blocks are told of")
+            bench.engine.submit([bench.request(prompt_of(20), 400)])
+            await eventually(lambda: bool(bench.recorder.tokens(2)), "it runs")
+            await stage.double.stop()
+            await eventually(lambda: bench.recorder.ended(2), "what ran is lost")
+            assert bench.recorder.error(2).retryable
+            await eventually(lambda: bench.engine.paused, "the engine knows", 10.0)
+            bench.engine.submit([bench.request(prompt_of(20))])
+            await eventually(lambda: bench.recorder.ended(3), "nothing new is taken")
+            assert (bench.recorder.error(3).http_status, bench.recorder.error(3).retryable) == (503, True)
+            assert bench.engine.resident_blocks() == []
+            await stage.double.start()
+            await eventually(lambda: not bench.engine.paused, "it is back", 10.0)
+            assert len((await bench.run(bench.request(prompt_of(40))))[0]) == 8
+            assert bench.recorder.outputs[4][0].num_cached_tokens == 0
+            await eventually(lambda: len(bench.engine.resident_blocks()) > 0, "blocks are told of again")
+            assert bench.engine.resident_blocks() == bench.recorder.resident.snapshot()
+            assert bench.recorder.failures == []
+
+    play(scenario)
+
+
+def test_a_server_that_comes_back_as_another_ends_the_worker(play: Callable[[Scenario], None]) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached() as bench:
+            await stage.double.stop()
+            await eventually(lambda: bench.engine.paused, "the engine knows", 10.0)
+            stage.double._config = msgspec.structs.replace(stage.double._config, max_model_len=256)
+            await stage.double.start()
+            await eventually(lambda: bench.recorder.failures != [], "the engine fails", 10.0)
+            assert "came back as double, 256 tokens" in str(bench.recorder.failures[0])
+
+    play(scenario)
+
+
+def test_a_server_that_is_not_there_yet_is_waited_for(play: Callable[[Scenario], None]) -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.double.stop()
+        config = msgspec.structs.replace(SIZES, attach=(stage.double.url,), tokenizer=str(stage.tokenizer))
+        engine, said = AttachedEngine(config), []
+        starting = asyncio.create_task(engine.start(Recorder(), said.append))
+        await eventually(lambda: any("cannot be reached" in report.detail for report in said), "it waits")
+        await stage.double.start()
+        assert (await starting).engine == "attached-vllm"
+        await engine.close()
+
+    play(scenario)
+
+
+def test_without_events_nothing_is_claimed(play: Callable[[Scenario], None], caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.double.close()
+        stage.double = stage.new_double(events=False)
+        await stage.double.start()
+        async with stage.attached() as bench:
+            await bench.run(bench.request(prompt_of(40)), bench.request(prompt_of(40)))
+            assert bench.engine.resident_blocks() == []
+            assert bench.recorder.outputs[1][0].num_cached_tokens is None
+
+    play(scenario)
+    assert "sends no KV events" in caplog.text
+    assert "--kv-events-config" in caplog.text
+
+
+def test_a_wrong_tokenizer_is_found_and_requests_are_relayed(play: Callable[[Scenario], None]) -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.double.tokenize_offset = 1
+        async with stage.attached() as bench:
+            assert bench.info.card.relayed
+            body = b'{"messages":[{"role":"user","content":"hi"}],"model":"mine","stream":true,"nvext":{}}'
+            request = bench.request(prompt_of(8))
+            request.relay = RelayedRequest("/v1/chat/completions", body)
+            bench.engine.submit([request, bench.request(prompt_of(8))])
+            await eventually(lambda: bench.recorder.ended(1, 2), "both are answered")
+            said = b"".join(output.relayed for output in bench.recorder.outputs[1])
+            assert said.count(b"data: ") == 4
+            assert said.endswith(b"data: [DONE]\n\n")
+            assert len(bench.recorder.tokens(1)) == 4
+            assert bench.recorder.error(2).code == "invalid_value"
+            sent = stage.double.bodies[0]
+            assert (sent["model"], "nvext" in sent, sent["stream"]) == (MODEL, False, True)
+
+    play(scenario)
+
+
+def test_a_relayed_answer_is_not_taken_up_in_its_middle(play: Callable[[Scenario], None]) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached(attach_as="openai") as bench:
+            request = bench.request(prompt_of(8), resumed_tokens=bytes(4))
+            request.relay = RelayedRequest("/v1/chat/completions", b"{}")
+            bench.engine.submit([request])
+            await eventually(lambda: bench.recorder.ended(1), "it is answered")
+            assert not bench.recorder.error(1).retryable
+
+    play(scenario)
+
+
+def test_every_sampling_field_reaches_the_server(play: Callable[[Scenario], None]) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached() as bench:
+            key = namespace(bench.info.card.fingerprint, bench.info.card.kv_layout, salt="tenant")
+            request = bench.request(
+                prompt_of(5),
+                9,
+                temperature=0.5,
+                top_p=0.9,
+                top_k=7,
+                min_p=0.1,
+                seed=3,
+                presence_penalty=0.2,
+                frequency_penalty=0.3,
+                repetition_penalty=1.1,
+                min_tokens=2,
+                logit_bias={5: -1.0},
+                stop_token_ids=[299],
+                priority=4,
+                namespace=key,
+                resumed_tokens=array("I", [7, 8]).tobytes(),
+            )
+            await bench.run(request, bench.request(prompt_of(5), 2, seed_drawn=True, seed=9, temperature=1.0))
+            first, second = sorted(stage.double.bodies, key=lambda body: -len(body))
+            assert first["prompt"] == [*prompt_of(5), 7, 8]
+            assert (first["max_tokens"], first["min_tokens"], first["seed"]) == (7, 0, 5)
+            assert (first["temperature"], first["top_p"], first["top_k"], first["min_p"]) == (0.5, 0.9, 7, 0.1)
+            assert (first["presence_penalty"], first["frequency_penalty"]) == (0.2, 0.3)
+            assert (first["repetition_penalty"], first["logit_bias"]) == (1.1, {"5": -1.0})
+            assert (first["stop_token_ids"], first["priority"]) == ([299], -4)
+            assert first["cache_salt"] == "hw:" + key.hex()
+            assert "seed" not in second
+            assert "cache_salt" not in second
+
+    play(scenario)
+
+
+def test_addresses() -> None:
+    assert ServerAddress.parse("host:8000/v1/").url == "http://host:8000"
+    assert ServerAddress.parse("https://host/base/v1").url == "https://host/base"
+    for wrong in ("ftp://x", "http://", "http://u:p@x", "http://x?y"):
+        with pytest.raises(ConfigError, match="expected http://host:port"):
+            ServerAddress.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        (400, b'{"error":{"message":"This model\'s maximum context length is 5","code":400}}', ContextTooLong),
+        (400, b'{"error":{"message":"no","param":"top_p","code":400}}', InvalidRequest),
+        (422, b'{"detail":"no"}', InvalidRequest),
+        (429, b"", Overloaded),
+        (503, b"<html>", Overloaded),
+        (500, b'{"message":"flat"}', WorkerLost),
+    ],
+)
+def test_refusals_of_servers(status: int, body: bytes, kind: type[HeadwaterError]) -> None:
+    error = error_for(status, body, {"retry-after": "7"})
+    assert type(error) is kind
+    if isinstance(error, Overloaded):
+        assert error.retry_after_s == 7.0
+
+
+def test_events_in_any_pieces() -> None:
+    stream = b'data: {"a":1}\n\n: comment\n\ndata: x\r\n\r\nevent: e\ndata: y\ndata: z\n\ndata: [DONE]\n\n'
+    for size in range(1, len(stream)):
+        splitter = EventSplitter()
+        found = [event for at in range(0, len(stream), size) for event in splitter.feed(stream[at : at + size])]
+        assert found == [b'{"a":1}', b"x", b"y\nz", b"[DONE]"], size
+
+
+@pytest.mark.parametrize("event", [b"{", b"[]", b'{"choices":[{"token_ids":"x"}]}', b'{"error":{"message":"m"}}'])
+def test_garbage_in_a_stream_is_a_lost_worker(event: bytes) -> None:
+    with pytest.raises(WorkerLost):
+        VllmReader(1, None).read(event)
+
+
+def test_metrics_are_summed_over_labels() -> None:
+    text = 'a{x="1"} 2\na{x="2"} 3.5\n# HELP a\nab 7\na nonsense\nb{y="q\\"uo"} NaN\n'
+    assert sums(text, ("a",)) == {"a": 5.5, "ab": 7.0}
