@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headwater.errors import TransferRefused, TransferTimeout
 from headwater.handoff.intake import Action, Arrived, CancelRead, Complete, FallBack, Intake, Read, Release, Stop
 from headwater.handoff.layout import check_layouts
-from headwater.handoff.patience import Pace, patience
+from headwater.handoff.patience import MAX_HOLD_S, Pace, patience
 from headwater.handoff.ranks import MAX_RUNS, HeadLayout, cuts, heads_of
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.request import ExportOrder
@@ -115,8 +115,9 @@ def test_patience_grows_with_what_was_expected_and_ends_before_the_blocks_do() -
     assert 0.1 < short.total_s < 5
     assert 60 < long.total_s < 300
     assert unknown.total_s > 60
-    for one in (short, long, unknown):
-        assert one.stall_s <= one.total_s < one.hold_s
+    absurd = [patience(ms, tokens) for ms in (float("nan"), float("inf"), -1.0, 1e12, 3e6) for tokens in (10, 10**9)]
+    for one in (short, long, unknown, *absurd):
+        assert 0 < one.stall_s <= one.total_s < one.hold_s <= MAX_HOLD_S
 
 
 def test_a_pace_is_learned_from_what_was_seen() -> None:

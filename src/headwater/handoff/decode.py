@@ -19,7 +19,6 @@ from headwater.handoff.intake import Action, Arrived, CancelRead, Complete, Fall
 from headwater.handoff.mover import Move, Mover, ReadOrder
 from headwater.handoff.patience import Pace, Patience, patience
 from headwater.handoff.peers import OpenLink, PrefillPeers
-from headwater.handoff.prefill import MAX_HOLD_S
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.frames import BlocksReady
 from headwater.protocol.request import EngineRequest, ExportOrder, RemotePrefill, SequenceOutput
@@ -85,7 +84,7 @@ class DecodeSide:
         self._waiting[request.stream] = request
         num_tokens = (len(request.prompt) + len(request.resumed_tokens)) // TOKEN_ID_BYTES
         longest = patience(self._expected_ms(where, num_tokens), num_tokens).total_s
-        self._port.submit_loading(request, self, min(longest + _ENGINE_SLACK_S, MAX_HOLD_S))
+        self._port.submit_loading(request, self, longest + _ENGINE_SLACK_S)
 
     async def close(self) -> None:
         """Nothing is read any more afterwards."""
@@ -140,7 +139,7 @@ class DecodeSide:
     def on_output(self, output: SequenceOutput) -> None:
         handoff = self._open[output.stream]
         handoff.heard = self._loop.time()
-        first = _first_token(output)
+        first = _first_token(output, self._card.vocab_size)
         if isinstance(first, HeadwaterError):
             self._act(output.stream, handoff, handoff.intake.failed(first))
         else:
@@ -234,7 +233,7 @@ class DecodeSide:
             prefill=None,
             export=ExportOrder(
                 first_block=handoff.first_block,
-                hold_s=min(handoff.patience.hold_s, MAX_HOLD_S),
+                hold_s=handoff.patience.hold_s,
                 fingerprint=card.fingerprint,
                 kv_layout=card.kv_layout,
                 dtype=card.dtype,
@@ -270,13 +269,12 @@ def _overdue(handoff: _Handoff, now: float, asleep: bool) -> HeadwaterError | No
     return None
 
 
-def _first_token(output: SequenceOutput) -> FirstToken | HeadwaterError:
+def _first_token(output: SequenceOutput, vocab_size: int) -> FirstToken | HeadwaterError:
     """What the prefill worker's only output says."""
     if output.error is not None:
         return WorkerError(f"{output.error.code}: {output.error.message}")
-    cached = output.num_cached_tokens or 0
-    if output.token_ids:
-        return FirstToken(output.token_ids[0], output.logprobs[0] if output.logprobs else None, cached)
-    if output.stop_token_id is not None:
-        return FirstToken(output.stop_token_id, None, cached)
-    return ProtocolError("it finished without a token")
+    token = output.token_ids[0] if output.token_ids else output.stop_token_id
+    if token is None or not 0 <= token < vocab_size:
+        return ProtocolError(f"it finished with token {token}, which the vocabulary of {vocab_size} does not have")
+    logprob = output.logprobs[0] if output.token_ids and output.logprobs else None
+    return FirstToken(token, logprob, output.num_cached_tokens or 0)

@@ -6,6 +6,8 @@ a small multiple of what was expected, and a floor for what a busy machine does 
 
 from dataclasses import dataclass
 
+MAX_HOLD_S = 3600.0
+"""Longest time that blocks are kept for a reader."""
 _FACTOR = 2.5
 _FLOOR_S = 2.0
 _STALL_FLOOR_S = 2.0
@@ -34,10 +36,10 @@ class Patience:
 
 def patience(expected_ms: float, num_tokens: int) -> Patience:
     """`expected_ms`: to the first token, waiting included; 0 when nobody knows. `num_tokens`: to be computed there."""
-    if expected_ms <= 0:
-        total_s = _UNKNOWN_S + num_tokens * _UNKNOWN_PER_TOKEN_S
+    if not 0 < expected_ms < MAX_HOLD_S * 1000:
+        total_s = min(_UNKNOWN_S + num_tokens * _UNKNOWN_PER_TOKEN_S, MAX_HOLD_S - _SLACK_S)
         return Patience(total_s, total_s)
-    total_s = _FLOOR_S + _FACTOR * expected_ms / 1000
+    total_s = min(_FLOOR_S + _FACTOR * expected_ms / 1000, MAX_HOLD_S - _SLACK_S)
     return Patience(total_s, max(_STALL_FLOOR_S, total_s / 2))
 
 

@@ -12,6 +12,7 @@ from headwater.engines.base import KvPort
 from headwater.errors import InvalidRequest
 from headwater.handoff.layout import check_layouts
 from headwater.handoff.mover import Mover
+from headwater.handoff.patience import MAX_HOLD_S
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.frames import BlocksReady
 from headwater.protocol.request import EngineRequest
@@ -19,7 +20,6 @@ from headwater.scheduler.outside import BlocksExported
 
 GONE_S = 6.0
 """More than a live reader takes to notice that it was given up (`headwater.handoff.decode`)."""
-MAX_HOLD_S = 3600.0
 
 SendReady = Callable[[bytes, BlocksReady], None]
 """To a peer of the request plane."""

@@ -1,9 +1,15 @@
 """Which role the configuration gives to which worker of a graph, and how its KV blocks move."""
 
+import logging
+
 from headwater.config.schema import ServeConfig
 from headwater.errors import ConfigError
+from headwater.runtime.endpoints import is_loopback
 from headwater.transfer.options import AgentOptions
+from headwater.transfer.sealing import check_available
 from headwater.types import Role
+
+_log = logging.getLogger(__name__)
 
 
 def num_workers(config: ServeConfig) -> int:
@@ -21,15 +27,25 @@ def role_of(config: ServeConfig, index: int) -> tuple[Role, bool]:
         return "prefill", adaptive
     if index < config.prefill + config.decode:
         return "decode", adaptive
-    return ("both" if config.disaggregation.role == "adaptive" else config.disaggregation.role), adaptive
+    role = config.disaggregation.role
+    return ("both" if role == "adaptive" else role), adaptive
 
 
 def transfer_options(config: ServeConfig) -> AgentOptions:
-    """Where sockets of the planes are files, memory is moved within this host only."""
-    defaults = AgentOptions()
-    bind = config.runtime.bind
+    """Where sockets of the planes are files, memory is moved within this host only; where they are encrypted, it is
+    moved encrypted or not at all."""
+    disagg, bind = config.disaggregation, config.runtime.bind
+    host = None if bind == "ipc" else "127.0.0.1" if bind == "localhost" else bind
+    encrypt = host is not None and config.runtime.cluster_key is not None and not is_loopback(host)
+    if encrypt:
+        try:
+            check_available()
+        except ConfigError as error:
+            _log.warning("KV blocks are moved within this host only: %s (%s)", error, error.hint)
+            host, encrypt = None, False
     return AgentOptions(
-        host=None if bind == "ipc" else "127.0.0.1" if bind == "localhost" else bind,
-        backends=config.disaggregation.transfer_backends or defaults.backends,
-        checksums=config.disaggregation.transfer_checksums,
+        host=host,
+        encrypt=encrypt,
+        backends=disagg.transfer_backends or AgentOptions().backends,
+        checksums=disagg.transfer_checksums,
     )

@@ -80,7 +80,10 @@ class TorchBackend:
             return self._graphs.replay(batch)
         on_device = device_batch(batch, self.block_size, self._device)
         self._attention.plan(batch, on_device)
-        return self._decoder.logits(on_device, self._kv, self._attention)
+        logits = self._decoder.logits(on_device, self._kv, self._attention)
+        if self._device.type == "cuda" and not len(batch.logit_rows):
+            torch.cuda.synchronize(self._device)  # nobody waits for logits, and others may read these blocks next
+        return logits
 
     def block_view(self, block: int) -> memoryview | torch.Tensor:
         assert self._kv is not None
