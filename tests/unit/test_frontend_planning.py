@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from headwater.clock import RealClock
+from headwater.errors import InvalidRequest
 from headwater.frontend.plan_pages import PlanPages
 from headwater.frontend.planning import Planning, PlanningSettings
 from headwater.perf.model import StepModel, StepShape
@@ -132,3 +133,37 @@ def test_decisions_become_traffic() -> None:
     assert [one.at_ms for one in served] == sorted(one.at_ms for one in served)
     assert served[0].tpot_ms == pytest.approx(30.0)
     assert served[-1].output_tokens == 0
+
+
+def test_roles_can_be_insisted_on_until_the_planner_may_choose_again() -> None:
+    view, told = view_of(2), dict[str, Role]()
+    plans = planning(view, DecisionLog(), told)
+    page = PlanPages(plans)
+    page.set(b'{"roles": {"w0": "prefill", "w1": "decode"}}')
+    assert told == {"w0": "prefill", "w1": "decode"}
+    assert page.document()["pinned"] == told
+    page.set(b'{"roles": null}')
+    assert page.document()["pinned"] == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"roles": {"w0": "prefill", "w1": "prefill"}}', "nobody would decode"),
+        (b'{"roles": {"w9": "decode"}}', "is not here"),
+        (b'{"roles": {"w0": "boss"}}', "expected"),
+        (b"{}", "expected"),
+        (b"[", "expected"),
+    ],
+)
+def test_roles_that_cannot_be_are_refused(body: bytes, message: str) -> None:
+    told = dict[str, Role]()
+    with pytest.raises(InvalidRequest, match=message):
+        PlanPages(planning(view_of(2), DecisionLog(), told)).set(body)
+    assert not told
+
+
+def test_workers_with_a_fixed_role_are_left_alone() -> None:
+    told = dict[str, Role]()
+    with pytest.raises(InvalidRequest, match="role of its own"):
+        PlanPages(planning(view_of(2, adaptive=False), DecisionLog(), told)).set(b'{"roles": {"w0": "prefill"}}')

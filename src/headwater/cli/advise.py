@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from headwater.bench.traces import read_trace
+from headwater.cli.advise_measure import measure
 from headwater.cli.parser import advanced, seconds
+from headwater.cli.target import add_target, server_of
 from headwater.errors import ConfigError
 from headwater.perf.aiconfigurator import ENGINES, SiliconSteps
 from headwater.perf.curve import StepCurve
@@ -32,6 +34,7 @@ _AROUND = (0.4, 0.7, 1.0, 1.2)
 """Times the rate that is asked for, to see how much room is left."""
 _REQUESTS = 600
 _ADAPTIVE_REQUESTS = 1500
+_MEASURE_TIMEOUT_S = 10.0
 _SHOWN = 8
 _MOST = 0.5
 _ADAPTIVE_LAYOUTS = 2
@@ -62,6 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--ttft", type=seconds, metavar="TIME", help="objective: time to the first token (500ms)")
     load.add_argument("--tpot", type=seconds, metavar="TIME", help="objective: time per output token (25ms)")
     load.add_argument("--compare", action="append", default=[], metavar="WORKERS", help="also this: 1xTP4P+1xTP4D")
+    live = parser.add_argument_group("measure")
+    live.add_argument("--measure", action="store_true", help="put a short load on the cluster that runs, plan by plan")
+    live.add_argument("--seconds", type=float, default=30.0, metavar="X", help="of each load")
+    add_target(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="everything, for machines")
     output.add_argument("--html", type=Path, metavar="FILE", help="a report with charts, in one file")
@@ -83,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     objective = Objective(
         inf if args.ttft is None else args.ttft * 1000, inf if args.tpot is None else args.tpot * 1000
     )
+    if args.measure:
+        return _measure(args, objective)
     models = _models(args)
     options = _options(args, models)
     compared = [_compared(written, models) for written in args.compare]
@@ -99,6 +108,28 @@ def run(args: argparse.Namespace) -> int:
         print(msgspec.json.encode(_document(args, found, meant, everything)).decode())
     else:
         _print(args, found, meant, everything)
+    return 0
+
+
+def _measure(args: argparse.Namespace, objective: Objective) -> int:
+    if args.trace is not None or args.seconds <= 0:
+        raise ConfigError("--measure takes --isl, --osl, --rate or --concurrency, and --seconds above 0; no trace")
+    found = list(measure(args, server_of(args, _MEASURE_TIMEOUT_S), objective))
+    best = min(found, key=lambda one: (-round(one.attained * 50) if objective.given else 0, one.e2e_ms))
+    if args.json:
+        print(msgspec.json.encode({"recommended": best, "plans": found}).decode())
+        return 0
+    title = f"Measured, {args.isl}/{args.osl}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("roles", "requests", "failed", "met", "goodput/s", "TTFT ms", "TPOT ms", "E2E ms"):
+        table.add_column(column, justify="left" if column == "roles" else "right", no_wrap=True)
+    for one in found:
+        times = (f"{one.ttft_ms:,.0f}", f"{one.tpot_ms:.1f}", f"{one.e2e_ms:,.0f}")
+        counts = (str(one.num_requests), str(one.failed), f"{one.attained:.0%}", f"{one.goodput_per_s:.2f}")
+        table.add_row(one.name, *counts, *times)
+    console = Console()
+    console.print(table)
+    console.print(f"Best here: {best.name}. Roles follow the traffic again.", highlight=False)
     return 0
 
 

@@ -19,7 +19,7 @@ class Server:
         """`pinned_cert`: file of the one certificate to trust, whatever name it bears."""
         self._parts = _checked(url)
         self._pinned_cert = pinned_cert
-        self._api_key = api_key
+        self.api_key = api_key
         self._timeout_s = timeout_s
 
     @property
@@ -45,8 +45,8 @@ class Server:
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """Send a request; the answer's body is still to be read. The caller closes the connection."""
         headers = {"accept": "application/json, text/event-stream"}
-        if self._api_key:
-            headers["authorization"] = f"Bearer {self._api_key}"
+        if self.api_key:
+            headers["authorization"] = f"Bearer {self.api_key}"
         content = None
         if body is not None:
             content = json.dumps(body).encode()

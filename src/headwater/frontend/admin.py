@@ -149,6 +149,7 @@ class AdminPages:
             "worker_id": worker.worker_id,
             "model": instance.card.name,
             "role": instance.role,
+            "adaptive": instance.adaptive,
             "state": instance.state,
             "connected": worker.connected,
             "last_error": connection.last_error if connection is not None else None,

@@ -1,14 +1,24 @@
-"""`GET /debug/plan`: the plan of roles of every model with adaptive workers, and what it was chosen from."""
+"""The plan of roles, to be read and to be set.
+
+GET /debug/plan    of every model with adaptive workers: who does what, and what that was chosen from
+POST /admin/plan   {"roles": {"WORKER": "prefill", ...}} insists on roles, {"roles": null} lets the planner choose again
+"""
 
 from typing import Any
 
 import msgspec
 
+from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.frontend.http.base import HttpRequest, Responder
-from headwater.frontend.http.replies import JSON
+from headwater.frontend.http.replies import JSON, reply_for
 from headwater.frontend.planning import ModelPlan, Planning
 from headwater.frontend.routes import Route
 from headwater.planner.decide import Decision
+from headwater.types import Role
+
+
+class _PlanBody(msgspec.Struct, forbid_unknown_fields=True):
+    roles: dict[str, Role] | None
 
 
 class PlanPages:
@@ -16,13 +26,35 @@ class PlanPages:
         self._planning = planning
 
     def routes(self) -> list[Route]:
-        return [Route("GET", "/debug/plan", self._serve)]
+        return [Route("GET", "/debug/plan", self._serve), Route("POST", "/admin/plan", self._set)]
 
     def _serve(self, _request: HttpRequest, responder: Responder) -> None:
         responder.send(200, (JSON, (b"cache-control", b"no-store")), msgspec.json.encode(self.document()))
 
+    def _set(self, request: HttpRequest, responder: Responder) -> None:
+        try:
+            self.set(request.body)
+        except HeadwaterError as error:
+            reply = reply_for(error)
+            responder.send(reply.status, reply.headers, reply.body)
+        else:
+            responder.send(202, (JSON,), msgspec.json.encode({"pinned": self._planning.pinned}))
+
+    def set(self, body: bytes) -> None:
+        """Raises `InvalidRequest`."""
+        try:
+            roles = msgspec.json.decode(body, type=_PlanBody).roles
+        except msgspec.MsgspecError as error:
+            message = f'expected {{"roles": {{"WORKER": "prefill", ...}}}} or {{"roles": null}}: {error}'
+            raise InvalidRequest(message, param="roles") from error
+        if roles:
+            self._planning.pin(roles)
+        else:
+            self._planning.unpin()
+
     def document(self) -> dict[str, Any]:
-        return {"models": {fingerprint: _described(kept) for fingerprint, kept in self._planning.plans.items()}}
+        models = {fingerprint: _described(kept) for fingerprint, kept in self._planning.plans.items()}
+        return {"models": models, "pinned": self._planning.pinned}
 
 
 def _described(kept: ModelPlan) -> dict[str, Any]:

@@ -9,12 +9,13 @@ import asyncio
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 
 from headwater.clock import Clock
+from headwater.errors import InvalidRequest
 from headwater.planner.decide import Decision, Planner, PlannerSettings
 from headwater.planner.observe import pool_of, served_of
 from headwater.planner.plan import RolePlan
@@ -58,6 +59,8 @@ class Planning:
     ) -> None:
         self.plans: dict[str, ModelPlan] = {}
         """By model fingerprint."""
+        self.pinned: dict[str, Role] = {}
+        """By worker: roles that somebody insists on; empty: the planner chooses."""
         self._view = view
         self._log = log
         self._clock = clock
@@ -69,7 +72,26 @@ class Planning:
     def is_loose(self, fingerprint: str) -> bool:
         """Whether requests for a model may leave its plan."""
         kept = self.plans.get(fingerprint)
-        return kept is not None and kept.planner.plan.loose
+        return kept is not None and not self.pinned and kept.planner.plan.loose
+
+    def pin(self, roles: Mapping[str, Role]) -> None:
+        """Somebody says which adaptive worker does what, until `unpin`. Raises `InvalidRequest`."""
+        known = {worker.worker_id: worker.instance for worker in self._view.workers}
+        for worker_id in roles:
+            if worker_id not in known or not known[worker_id].adaptive:
+                reason = "has a role of its own" if worker_id in known else "is not here"
+                raise InvalidRequest(f"worker {worker_id} {reason}", param="roles")
+        for fingerprint in {known[worker_id].card.fingerprint for worker_id in roles}:
+            of_model = [one for one in known.values() if one.card.fingerprint == fingerprint]
+            if not RolePlan(tuple(roles.get(one.worker_id, one.role) for one in of_model)).complete:
+                raise InvalidRequest("with these roles nobody would prefill, or nobody would decode", param="roles")
+        self.pinned = dict(roles)
+        self._tell_pinned()
+
+    def unpin(self) -> None:
+        """The planner chooses again, from the roles that are there."""
+        self.pinned = {}
+        self.plans.clear()
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="planning of roles")
@@ -84,6 +106,9 @@ class Planning:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._settings.planner.interval_ms / 1000)
+            if self.pinned:
+                self._tell_pinned()
+                continue
             for fingerprint, workers in self._adaptive().items():
                 try:
                     await self._plan(fingerprint, workers)
@@ -160,6 +185,12 @@ class Planning:
     def _tell_roles(self, kept: ModelPlan, workers: list[WorkerView]) -> None:
         """Told again until the registry says so."""
         for worker, role in zip(workers, kept.planner.plan.roles, strict=True):
+            if worker.instance.adaptive and worker.instance.role != role:
+                self._tell(worker.worker_id, role)
+
+    def _tell_pinned(self) -> None:
+        for worker in self._view.workers:
+            role = self.pinned.get(worker.worker_id, worker.instance.role)
             if worker.instance.adaptive and worker.instance.role != role:
                 self._tell(worker.worker_id, role)
 
