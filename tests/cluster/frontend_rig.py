@@ -81,6 +81,9 @@ class Rig:
         await until(lambda: self.models.ready and len(self.view.eligible("f1")) == len(workers))
         return workers
 
+    def eligible(self) -> set[str]:
+        return {worker.worker_id for worker in self.view.eligible("f1")}
+
     def by_id(self, worker_id: str | None) -> ScriptedWorker:
         return next(worker for worker in self.workers if worker.worker_id == worker_id)
 

@@ -100,15 +100,16 @@ def test_a_worker_whose_loop_turns_does_not_hang_but_one_that_repeats_itself_doe
         (worker,) = await rig.serving("w1")
         rig.submit()
         await until(lambda: bool(worker.requests))
+        await rig.worker("w2")
         load = LoadReport(1, 0, 0, 100, 90)
         for turn in range(30):
             worker.publish(msgspec.structs.replace(load, turns=turn))
             await asyncio.sleep(0.02)
-        assert rig.view.eligible("f1"), "it computes a long prompt"
+        assert rig.eligible() == {"w1", "w2"}, "it computes a long prompt"
         for _ in range(100):
             worker.publish(msgspec.structs.replace(load, turns=29))
             await asyncio.sleep(0.02)
-            if not rig.view.eligible("f1"):
+            if rig.eligible() == {"w2"}:
                 return
         raise AssertionError("a repeated report was taken for a sign of life")
 
@@ -117,12 +118,30 @@ def test_a_worker_whose_loop_turns_does_not_hang_but_one_that_repeats_itself_doe
 
 def test_an_idle_worker_that_does_not_answer_its_canary_gets_nothing(play) -> None:
     async def scenario(rig: Rig) -> None:
-        (worker,) = await rig.serving("w1")
-        await until(lambda: bool(worker.requests))
-        assert worker.requests[0].request_id == "canary"
-        await until(lambda: not rig.view.eligible("f1"))
+        await rig.serving("w1", "w2")
+        other = rig.by_id("w2")
+        other.on_submit = lambda request: other.finish(request.stream)
+        await until(lambda: rig.eligible() == {"w2"})
+        assert rig.by_id("w1").requests[0].request_id == "canary"
 
     play(scenario, vigil=VigilLimits(0.1, 0.1, canary_interval_s=0.05, look_s=0.02))
+
+
+def test_the_last_worker_is_not_put_aside_and_with_half_of_them_gone_the_next_is_given_longer(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1", "w2", "w3", "w4")
+        began = asyncio.get_running_loop().time()
+        for _ in range(8):
+            rig.submit()
+        await until(lambda: len(rig.eligible()) <= 2)
+        await asyncio.sleep(0.3)
+        assert len(rig.eligible()) == 2
+        await until(lambda: len(rig.eligible()) == 1)
+        assert asyncio.get_running_loop().time() - began >= 0.9
+        await asyncio.sleep(1.2)
+        assert len(rig.eligible()) == 1
+
+    play(scenario, vigil=QUICK)
 
 
 def test_an_idle_worker_that_answers_its_canaries_stays(play) -> None:
@@ -269,7 +288,7 @@ def test_a_request_that_two_workers_died_of_is_refused_and_the_others_go_on(play
         _, (sink,) = rig.submit(max_tokens=666)
         await until(lambda: sink.error is not None)
         assert isinstance(sink.error, EngineFailed)
-        assert "two workers died" in str(sink.error)
+        assert "2 workers died" in str(sink.error)
         assert not sink.error.retryable
         await until(lambda: len(rig.view.workers) == 2)
         assert all(sink.error is None for sink in good)

@@ -160,6 +160,10 @@ class FaultsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )
     migration_limit: Annotated[Count, _doc("Times that a stream may go on at another worker.")] = 8
     migration_timeout: Annotated[Seconds, _doc("Longest wait of a stream that no worker can take over.")] = 30.0
+    resume_time: Annotated[
+        Seconds,
+        _doc("How long a broken answer goes on for a client that sent Last-Event-ID and may come back; 0: not."),
+    ] = 30.0
 
 
 class DisaggConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -241,7 +241,8 @@ class Cluster:
             self._vigil.forgive(max(0.0, now - last - 2 * look_s))
             last = now
             for worker_id, silent_s in self._vigil.hanging(now):
-                self._quarantine(worker_id, f"worker {worker_id} has not moved on for {silent_s:.1f} s")
+                if self._vigil.may_be_put_aside(worker_id, silent_s):
+                    self._quarantine(worker_id, f"worker {worker_id} has not moved on for {silent_s:.1f} s")
             for worker_id in self._vigil.due_for_canary(now):
                 self._spawn(self._check_idle(worker_id))
 
@@ -253,7 +254,7 @@ class Cluster:
         try:
             await self._dispatcher.probes.probe(connection, self._vigil.bound_s(worker))
         except HeadwaterError as error:
-            if connection.connected:
+            if connection.connected and self._vigil.may_be_put_aside(worker_id, self._vigil.bound_s(worker)):
                 self._quarantine(worker_id, error.message)
 
     def _quarantine(self, worker_id: str, reason: str) -> None:
@@ -267,7 +268,7 @@ class Cluster:
         self._vigil.remove(worker_id)
         self._view.set_connected(worker_id, False)
         self._models.refresh()
-        self._dispatcher.abandon(connection, WorkerLost(reason), reason)
+        self._dispatcher.abandon(connection, reason)
         logger.warning("%s: it gets no requests until it answers a canary", reason)
         self._spawn(self._await_recovery(connection))
 
@@ -283,6 +284,7 @@ class Cluster:
         if connection.connected and not connection.retired:
             logger.warning("worker %s moves on again and is back in service", connection.worker_id)
             self._faults.returned += 1
+            self._dispatcher.taken_back(connection)
             self._admit(connection)
 
     async def _answers(self, connection: WorkerConnection) -> bool:

@@ -193,10 +193,18 @@ class ClusterDispatcher:
     def remove_connection(self, connection: WorkerConnection, error: HeadwaterError) -> None:
         """Nothing goes there any more; its streams go on elsewhere. Addresses and the like stay in the log."""
         told = WorkerLost(f"worker {connection.worker_id} was lost while it worked on this request")
-        self.abandon(connection, told, error.message)
+        self._leave(connection, told, error.message, hung=False)
 
-    def abandon(self, connection: WorkerConnection, error: HeadwaterError, reason: str) -> None:
-        """As if it were gone, although it may be connected. `error` is for clients, `reason` for the log."""
+    def abandon(self, connection: WorkerConnection, reason: str) -> None:
+        """It hangs: as if it were gone, although it may be connected and come back (`taken_back`)."""
+        self._leave(connection, WorkerLost(reason), reason, hung=True)
+
+    def taken_back(self, connection: WorkerConnection) -> None:
+        """One that hung is in service again."""
+        self._moves.returned(connection.worker_id)
+
+    def _leave(self, connection: WorkerConnection, error: HeadwaterError, reason: str, *, hung: bool) -> None:
+        """`error` is for clients, `reason` for the log."""
         if self._placer.connections.get(connection.worker_id) is connection:
             del self._placer.connections[connection.worker_id]
         lost = self._streams.at(connection)
@@ -204,7 +212,7 @@ class ClusterDispatcher:
             return
         logger.warning("worker %s was lost with %d open sequences: %s", connection.worker_id, len(lost), reason)
         _send_abort(connection, [stream.request.stream for stream in lost])
-        self._moves.lost(lost, error, self._clock.now())
+        self._moves.lost(connection.worker_id, lost, error, self._clock.now(), hung=hung)
         if self._busy:
             self._pump_soon()
 
@@ -344,7 +352,7 @@ class ClusterDispatcher:
                 self._moves.refused(stream, error, now)
         if died:
             error = next(error for stream, error in failed if stream is died[0])
-            self._moves.lost(died, error, now)
+            self._moves.lost(connection.worker_id, died, error, now)
 
     def _end(self, stream: Stream, num_generated: int | None, end: Literal["finished", "aborted", "failed"]) -> None:
         """It is open no longer."""

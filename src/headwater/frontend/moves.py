@@ -58,9 +58,11 @@ class Moves:
 
     # Events
 
-    def lost(self, streams: Sequence[Stream], error: HeadwaterError, now: float) -> None:
+    def lost(
+        self, worker_id: str, streams: Sequence[Stream], error: HeadwaterError, now: float, *, hung: bool = False
+    ) -> None:
         """The worker of these has died or hangs."""
-        guilty = self._suspects.died(streams)
+        guilty = self._suspects.died(worker_id, streams, hung=hung)
         for stream in streams:
             if stream is guilty:
                 self._metrics.poisonous += 1
@@ -69,10 +71,8 @@ class Moves:
                 self._move(stream, error, now)
 
     def refused(self, stream: Stream, error: HeadwaterError, now: float) -> None:
-        """Its worker ended it with an error."""
-        if isinstance(error, WorkerLost | EngineFailed):
-            self.lost([stream], error, now)
-        elif isinstance(error, Draining):
+        """Its worker ended it with an error, and lives."""
+        if isinstance(error, Draining):
             self._move(stream, error, now)
         elif not error.retryable:
             self._fail(stream, error)
@@ -86,6 +86,10 @@ class Moves:
         stream.refused_by = ()
         self._suspects.clear(stream)
 
+    def returned(self, worker_id: str) -> None:
+        """A worker that hung is back in service."""
+        self._suspects.absolve(worker_id, self._streams)
+
     def ended(self, stream: Stream) -> None:
         """For whatever reason."""
         self._suspects.clear(stream)
@@ -94,6 +98,8 @@ class Moves:
     def pump(self, now: float) -> None:
         """The cluster has changed, or time has passed."""
         for stream in list(self._waiting):
+            if not self._suspects.may_go(stream) and stream.wait_until is not None:
+                stream.wait_until = max(stream.wait_until, now + self._limits.max_wait_s / 2)  # it waits for others
             if stream.wait_until is not None and now >= stream.wait_until:
                 self._fail(stream, _nowhere(stream, self._limits.max_wait_s))
             else:
@@ -157,6 +163,6 @@ def _too_often(stream: Stream, error: HeadwaterError) -> HeadwaterError:
 
 def _poison(stream: Stream, error: HeadwaterError) -> HeadwaterError:
     return EngineFailed(
-        f"two workers died while they worked on this request at the same place, after {stream.num_tokens} tokens; "
-        f"it is not given to a third: {error.message}"
+        f"{len(stream.deaths)} workers died while they worked on this request at the same place, after "
+        f"{stream.num_tokens} tokens; it is not given to another one: {error.message}"
     )

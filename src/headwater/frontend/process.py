@@ -39,6 +39,7 @@ from headwater.frontend.plan_pages import PlanPages
 from headwater.frontend.planning import Planning
 from headwater.frontend.records import OpenRequests
 from headwater.frontend.request_log import RequestLog
+from headwater.frontend.resumption import Resumption, ResumptionLimits
 from headwater.frontend.routes import Route
 from headwater.frontend.routing import build_router, dispatch_limits, planning_settings, vigil_limits
 from headwater.frontend.tenants.admission import TenantAdmission, usage_of
@@ -117,6 +118,7 @@ class Frontend:
             planning_settings(config.disaggregation),
         )
         self.dispatcher.prefills.is_loose = self.planning.is_loose
+        self._resumption = Resumption(ResumptionLimits(config.faults.resume_time), metrics.faults)
         routes = [*self._admin_routes(frontend_id, metrics), *self._api_routes()]
         self.application = Application(
             routes,
@@ -154,7 +156,7 @@ class Frontend:
             Route(
                 spec.method,
                 spec.path,
-                spec.handler,
+                self._resumption.around(spec.handler) if spec.path in _GENERATING_PATHS else spec.handler,
                 scope=None if spec.path in _OPEN_PATHS else "inference",
                 generates=spec.path in _GENERATING_PATHS,
             )
@@ -197,6 +199,7 @@ class Frontend:
         """Accept nothing more, let what came end, leave. True when all ended in time."""
         self.application.draining = True
         complete = await self.server.stop(timeout_s)
+        self._resumption.close()
         await self.planning.close()
         await self.cluster.close()
         await self._subscriber.close()

@@ -27,7 +27,7 @@ class Stream:
         "booking",
         "connection",
         "counts_cached",
-        "died_at",
+        "deaths",
         "last",
         "metrics",
         "moves",
@@ -78,8 +78,8 @@ class Stream:
         self.last = 0.0
         """When the last tokens came; monotonic seconds."""
         self.moves = 0
-        self.died_at: int | None = None
-        """How many tokens it had when a worker last died while it was there."""
+        self.deaths: tuple[str, ...] = ()
+        """Workers that died while it was there, since it last got a token."""
         self.waits = True
         """Nothing has come for it yet, from any worker."""
         self.wait_until: float | None = None

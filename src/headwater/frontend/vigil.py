@@ -2,8 +2,9 @@
 
 A worker moves on when it sends a step, or when its engine's own loop makes a report. One that has work of ours and
 did neither for `PATIENCE` times its longest expected step, and for no less than the floor, hangs. While nothing is
-known of its steps it is given longer. An idle worker that has not computed for a while is due for a canary. Pure:
-time comes in; a stall of our own (`forgive`) is nobody's fault.
+known of its steps it is given longer. When many hang at once it is more likely that everything is slow: beyond half of
+those that serve a model a worker is given much longer, and the last one is never put aside. An idle worker that has not
+computed for a while is due for a canary. Pure: time comes in; a stall of our own (`forgive`) is nobody's fault.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from headwater.router.view import ClusterView, WorkerView
 
 PATIENCE = 5.0
 """Times the longest step that is expected."""
+_PATIENCE_WITH_MANY = 5.0
+"""Times the longest silence that is in order, while half of the workers are out of service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,17 @@ class Vigil:
             if worker is not None and busy and silent_s > self.bound_s(worker) - self.limits.look_s:
                 found.append((worker_id, silent_s))
         return found
+
+    def may_be_put_aside(self, worker_id: str, silent_s: float) -> bool:
+        """Whether enough others would be left to serve its model."""
+        worker = self._view.worker(worker_id)
+        if worker is None:
+            return False
+        fingerprint = worker.instance.card.fingerprint
+        peers = [other for other in self._view.workers if other.instance.card.fingerprint == fingerprint]
+        others = sum(other.eligible for other in peers) - worker.eligible
+        patience = 1.0 if others >= len(peers) // 2 else _PATIENCE_WITH_MANY
+        return others > 0 and silent_s > patience * self.bound_s(worker) - self.limits.look_s
 
     def due_for_canary(self, now: float) -> list[str]:
         """Idle for long: they are due again after another interval."""

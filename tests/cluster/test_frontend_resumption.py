@@ -1,0 +1,159 @@
+"""Clients that come back for an answer whose connection broke, over real sockets."""
+
+import asyncio
+import json
+
+import pytest
+import uvloop
+from api_client import CHAT, Connection
+from scripted_worker import ScriptedWorker, until
+from test_frontend_http import Running, running
+
+from headwater.frontend.resumption import ResumptionLimits
+from headwater.protocol.request import SequenceOutput
+from headwater.weights.base import ResolvedModel
+
+STREAM = {**CHAT, "stream": True, "max_tokens": 6}
+
+
+def events_of(body: bytes) -> list[tuple[int, str]]:
+    """(number, data) of every event."""
+    found: list[tuple[int, str]] = []
+    for event in body.decode().split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in event.splitlines() if ": " in line)
+        if "data" in lines:
+            found.append((int(lines["id"]), lines["data"]))
+    return found
+
+
+async def read_events(connection: Connection, count: int) -> list[tuple[int, str]]:
+    """The first ones of a chunked answer, whose end is not waited for."""
+    await connection.reader.readuntil(b"\r\n\r\n")
+    body = b""
+    while body.count(b"data: ") < count:
+        size = int(await asyncio.wait_for(connection.reader.readline(), 20), 16)
+        body += (await connection.reader.readexactly(size + 2))[:-2]
+    return events_of(body)
+
+
+def generate(worker: ScriptedWorker, first: int, last: int, *, end: bool = False) -> None:
+    for number in range(first, last):
+        finish = "length" if end and number == last - 1 else None
+        worker.step(SequenceOutput(worker.requests[0].stream, [504 + number], finish))
+
+
+async def broken_after(it: Running, worker: ScriptedWorker, count: int) -> list[tuple[int, str]]:
+    """Begin an answer, get some events, lose the connection."""
+    async with it.connection() as first:
+        await first.send("POST", "/v1/chat/completions", STREAM, x_request_id="mine", last_event_id="0")
+        await until(lambda: bool(worker.requests))
+        generate(worker, 0, count)
+        seen = await read_events(first, count)
+    return seen
+
+
+def texts(events: list[tuple[int, str]]) -> str:
+    documents = [json.loads(data) for _, data in events if data != "[DONE]"]
+    return "".join(choice["delta"].get("content") or "" for one in documents for choice in one["choices"])
+
+
+def test_a_client_that_comes_back_gets_the_rest_and_nothing_twice(demo_model: ResolvedModel) -> None:
+    async def main() -> None:
+        async with running(demo_model) as it:
+            worker = await it.worker(answers=False)
+            seen = await broken_after(it, worker, 3)
+            generate(worker, 3, 5)
+            await asyncio.sleep(0.1)
+            assert worker.aborted == [], "it goes on for a while"
+            async with it.connection() as again:
+                headers = {"x_request_id": "mine", "last_event_id": str(seen[-1][0])}
+                await again.send("POST", "/v1/chat/completions", STREAM, **headers)
+                await asyncio.sleep(0.1)
+                generate(worker, 5, 6, end=True)
+                rest = events_of((await again.read()).body)
+            assert [number for number, _ in seen + rest] == list(range(1, len(seen) + len(rest) + 1))
+            assert rest[-1][1] == "[DONE]"
+            assert len(worker.requests) == 1
+            async with it.connection() as once_more:
+                reply = await once_more.ask(
+                    "POST", "/v1/chat/completions", STREAM, x_request_id="mine", last_event_id="0"
+                )
+                assert texts(events_of(reply.body)) == texts(seen + rest)
+            assert it.frontend.dispatcher.faults.resumed == 2
+
+    uvloop.run(main())
+
+
+def test_what_nobody_comes_back_for_is_stopped(demo_model: ResolvedModel) -> None:
+    async def main() -> None:
+        async with running(demo_model) as it:
+            it.frontend._resumption.limits = ResumptionLimits(keep_s=0.2)
+            worker = await it.worker(answers=False)
+            await broken_after(it, worker, 2)
+            await until(lambda: worker.aborted == [worker.requests[0].stream])
+            assert len(it.frontend._resumption) == 0
+            async with it.connection() as late:
+                reply = await late.ask("POST", "/v1/chat/completions", STREAM, x_request_id="mine", last_event_id="2")
+                assert reply.status == 404
+                assert "'mine' is kept here" in reply.json()["error"]["message"]
+
+    uvloop.run(main())
+
+
+def test_only_so_much_of_an_answer_is_kept(demo_model: ResolvedModel) -> None:
+    async def main() -> None:
+        async with running(demo_model) as it:
+            it.frontend._resumption.limits = ResumptionLimits(answer_bytes=600)
+            worker = await it.worker(answers=False)
+            await broken_after(it, worker, 2)
+            generate(worker, 2, 6, end=True)
+            await asyncio.sleep(0.1)
+            async with it.connection() as late:
+                reply = await late.ask("POST", "/v1/chat/completions", STREAM, x_request_id="mine", last_event_id="1")
+                assert reply.status == 400
+                assert "what follows 1 is not" in reply.json()["error"]["message"]
+
+    uvloop.run(main())
+
+
+def test_answers_that_are_complete_make_room(demo_model: ResolvedModel) -> None:
+    async def main() -> None:
+        async with running(demo_model) as it:
+            it.frontend._resumption.limits = ResumptionLimits(total_bytes=3000)
+            await it.worker()
+            for number in range(10):
+                async with it.connection() as one:
+                    asked = {"x_request_id": f"r{number}", "last_event_id": "0"}
+                    assert (await one.ask("POST", "/v1/chat/completions", STREAM, **asked)).status == 200
+            assert 1 <= len(it.frontend._resumption) < 10
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("given", ["-1", "x", "9" * 40])
+def test_bad_numbers_are_refused(demo_model: ResolvedModel, given: str) -> None:
+    async def main() -> None:
+        async with running(demo_model) as it:
+            await it.worker()
+            async with it.connection() as one:
+                reply = await one.ask("POST", "/v1/chat/completions", STREAM, last_event_id=given)
+                assert reply.status == 400
+                assert reply.json()["error"]["param"] == "Last-Event-ID"
+
+    uvloop.run(main())
+
+
+def test_a_whole_answer_is_kept_too_and_others_are_not(demo_model: ResolvedModel) -> None:
+    async def main() -> None:
+        async with running(demo_model) as it:
+            worker = await it.worker()
+            async with it.connection() as one:
+                first = await one.ask("POST", "/v1/chat/completions", CHAT, x_request_id="w", last_event_id="0")
+                again = await one.ask("POST", "/v1/chat/completions", CHAT, x_request_id="w", last_event_id="0")
+                assert first.body == again.body
+                assert len(worker.requests) == 1
+                plain = await one.ask("POST", "/v1/chat/completions", STREAM, x_request_id="p")
+                assert b"id: 1\n" not in plain.body
+                assert len(it.frontend._resumption) == 1
+
+    uvloop.run(main())
