@@ -14,7 +14,6 @@ use what it read. A block removed while leased becomes invisible at once and is 
 Pure: bytes are moved by others, time is given. One ledger has one caller.
 """
 
-from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,13 +22,13 @@ from enum import Enum
 from headwater.kv.block import Block, Family
 from headwater.kv.families import Families
 from headwater.kv.journal import Journal, TierEvent
+from headwater.kv.leases import Leases, Pins
 from headwater.kv.policies import Policy
-from headwater.kv.shares import Shares
+from headwater.kv.room import Room
+from headwater.kv.shares import OTHERS, Shares
 from headwater.kv.space import Space, slot_bytes_for
 from headwater.kv.table import BlockTable, Record
 from headwater.types import Tier
-
-_CHUNK_TRIES = 4
 
 
 class Refusal(Enum):
@@ -80,21 +79,6 @@ class _Reservation:
     stranded: bool = False
 
 
-@dataclass(slots=True)
-class _Lease:
-    holder: int
-    deadline: float
-    slots: list[int]
-
-
-@dataclass(slots=True)
-class _Held:
-    """What one holder holds."""
-
-    reservations: set[int] = field(default_factory=set[int])
-    leases: set[int] = field(default_factory=set[int])
-
-
 class Ledger:
     """See the module docstring. A slot is a record number of the table; tickets name reservations and leases."""
 
@@ -107,17 +91,16 @@ class Ledger:
         self._policy, self._shares = policy, shares
         self._journal = Journal(tier)
         self._next_ticket = 0
-        self._held: dict[int, _Held] = {}
         self._reservations: dict[int, _Reservation] = {}
         self._reservation_order: deque[tuple[float, int]] = deque()
         self._writing: set[bytes] = set()
         self._reserved_bytes = 0
-        self._leases: dict[int, _Lease] = {}
-        self._lease_order: deque[tuple[float, int]] = deque()
-        self._readers = array("I", bytes(4 * table.capacity))
+        self._reserved_by: dict[int, set[int]] = {}
+        self._leases = Leases(table.capacity)
+        self._readers = self._leases.readers
         self._doomed: set[int] = set()
-        self._pins: dict[int, float] = {}
-        self._pinned_bytes = 0
+        self._pins = Pins(int(rules.max_pinned * space.num_bytes))
+        self._room = Room(table, space, policy, shares, self._leases, self._pins)
 
     # Writing
 
@@ -139,7 +122,7 @@ class Ledger:
         if reservation.blocks:
             self._reservations[ticket] = reservation
             self._reservation_order.append((reservation.deadline, ticket))
-            self._held.setdefault(holder, _Held()).reservations.add(ticket)
+            self._reserved_by.setdefault(holder, set()).add(ticket)
         return ticket, answers
 
     def reserved_offset(self, ticket: int, slot: int) -> int:
@@ -184,8 +167,6 @@ class Ledger:
         number = self.families.find(family)
         found = [self._readable(slot, number, now_s) for slot in self.table.find_all(ids)]
         slots = [hit[0] for hit in found if hit is not None]
-        for slot in slots:
-            self._readers[slot] += 1
         if use:
             self.counters.num_hits += len(slots)
             self.counters.num_misses += len(found) - len(slots)
@@ -193,22 +174,19 @@ class Ledger:
                 self._policy.touch(slot)
         ticket = self._ticket()
         if slots:
-            deadline = now + self.rules.lease_s
-            self._leases[ticket] = _Lease(holder, deadline, slots)
-            self._lease_order.append((deadline, ticket))
-            self._held.setdefault(holder, _Held()).leases.add(ticket)
+            self._leases.begin(holder, ticket, slots, now + self.rules.lease_s)
         return ticket, found
 
     def release(self, holder: int, ticket: int, damaged: Sequence[int] = ()) -> bool:
         """End a lease. `damaged`: slots whose payload did not match. False if the lease had run out before: what was
         read may be another block by now and must not be used."""
-        lease = self._leases.get(ticket)
-        if lease is None or lease.holder != holder:
+        slots = self._leases.slots(holder, ticket)
+        if slots is None:
             return False
         for slot in damaged:
-            if slot in lease.slots and self.drop(slot):
+            if slot in slots and self.drop(slot):
                 self.counters.num_damaged += 1
-        self._end_lease(ticket, lease)
+        self._end_lease(ticket)
         return True
 
     def touch(self, ids: bytes) -> None:
@@ -221,17 +199,19 @@ class Ledger:
 
     def pin(self, ids: bytes, until: float) -> bytes:
         """Keep blocks from being evicted up to a time; one byte per id, 1 if it is pinned now."""
-        return bytes([slot >= 0 and self._pin(slot, until) for slot in self.table.find_all(ids)])
+        return bytes(
+            [slot >= 0 and self._pins.pin(slot, self._slot_bytes(slot), until) for slot in self.table.find_all(ids)]
+        )
 
     def unpin(self, ids: bytes) -> int:
-        return sum(self._unpin(slot) for slot in self.table.find_all(ids))
+        return sum(self._pins.unpin(slot) for slot in self.table.find_all(ids))
 
     def drop(self, slot: int, *, evicted: bool = False) -> bool:
         """Make a committed block invisible; its place is free once nobody reads it."""
         record = self.table.read(slot)
         if record is None:
             return False
-        self._unpin(slot)
+        self._pins.unpin(slot)
         self.table.remove(slot)
         self._policy.discard(slot, evicted=evicted)
         self._journal.removed(record.block.id)
@@ -259,31 +239,25 @@ class Ledger:
 
     def drop_holder(self, holder: int) -> None:
         """The holder is gone, for certain: nothing writes or reads on its behalf any more."""
-        held = self._held.pop(holder, None)
-        if held is None:
-            return
-        for ticket in held.reservations:
+        for ticket in list(self._reserved_by.get(holder, ())):
             reservation = self._reservations[ticket]
             self._end_reservation(ticket, reservation)
             for slot, (_, offset) in reservation.blocks.items():
                 self._give_back(reservation.family, slot, offset)
-        for ticket in held.leases:
-            self._end_lease(ticket, self._leases[ticket])
+        for ticket in self._leases.of(holder):
+            self._end_lease(ticket)
 
     def expire(self, now: float) -> None:
         """Let run out what is past its deadline."""
-        while self._lease_order and self._lease_order[0][0] <= now:
-            ticket = self._lease_order.popleft()[1]
-            if lease := self._leases.get(ticket):
-                self._end_lease(ticket, lease)
-                self.counters.num_expired += 1
+        for ticket in self._leases.due(now):
+            self._end_lease(ticket)
+            self.counters.num_expired += 1
         while self._reservation_order and self._reservation_order[0][0] <= now:
             ticket = self._reservation_order.popleft()[1]
             if (reservation := self._reservations.get(ticket)) and not reservation.stranded:
                 self._strand(reservation)
                 self.counters.num_expired += 1
-        for slot in [slot for slot, until in self._pins.items() if until <= now]:
-            self._unpin(slot)
+        self._pins.expire(now)
 
     def trim(self, max_blocks: int = 256) -> int:
         """Above the high watermark, evict towards the low one; how many blocks went."""
@@ -292,7 +266,8 @@ class Ledger:
         target = self.rules.low_watermark * self.space.num_bytes
         number = 0
         while number < max_blocks and self.space.used_bytes > target:
-            if not self._evict(self._victim(self._shares.payers(0), frozenset())):
+            victim = self._room.victim(OTHERS, frozenset())
+            if victim is None or not self._evict([victim]):
                 break
             number += 1
         return number
@@ -330,7 +305,7 @@ class Ledger:
 
     @property
     def pinned_bytes(self) -> int:
-        return self._pinned_bytes
+        return self._pins.num_bytes
 
     def records(self, start: int = 0) -> Iterator[tuple[int, Record]]:
         """All committed blocks with record numbers from `start` on. They may change between two steps."""
@@ -352,17 +327,12 @@ class Ledger:
         owners = [slot for chunk in range(self.space.num_chunks) for slot in self.space.owners_of_chunk(chunk)]
         assert sorted(owners) == sorted(taken), "space is leaked or taken twice"
         assert len(set(taken)) == len(taken), "a slot is in two states"
-        readers = [0] * self.table.capacity
-        for lease in self._leases.values():
-            for slot in lease.slots:
-                readers[slot] += 1
-        assert readers == list(self._readers), "readers are miscounted"
-        assert all(readers[slot] for slot in self._doomed), "a doomed block without readers"
-        assert self._pins.keys() <= committed, "a pin on a block that is not there"
+        self._leases.check()
+        self._pins.check(committed)
+        assert all(self._readers[slot] for slot in self._doomed), "a doomed block without readers"
         live = [one for one in self._reservations.values() if not one.stranded]
         assert self._writing == {block.id for one in live for block, _ in one.blocks.values()}
-        assert {t for held in self._held.values() for t in held.leases} == self._leases.keys()
-        assert {t for held in self._held.values() for t in held.reservations} == self._reservations.keys()
+        assert {ticket for tickets in self._reserved_by.values() for ticket in tickets} == self._reservations.keys()
         assert sum(bytes_ for _, _, bytes_ in self.families.usage()) <= self.space.used_bytes
 
     # Inside
@@ -402,49 +372,21 @@ class Ledger:
         group = self._shares.group_of(family.tenant)
         slot = self.table.take()
         if slot < 0:
-            if not self._evict(self._victim(self._shares.payers(group), keep)):
+            victim = self._room.victim(group, keep)
+            if victim is None or not self._evict([victim]):
                 return None
             slot = self.table.take()
         offset = self.space.allocate(size, slot)
-        if offset is None and self._make_room(size, group, keep):
+        if offset is None and self._evict(self._room.for_payload(size, group, keep, self.families)):
             offset = self.space.allocate(size, slot)
         if offset is None:
             self.table.give_back(slot)
             return None
         return slot, offset
 
-    def _make_room(self, size: int, group: int, keep: frozenset[int]) -> bool:
-        """Free one slot of this size: by evicting one such block, or a whole chunk of blocks of another size if those
-        are next to go."""
-        payers = self._shares.payers(group)
-        for _ in range(_CHUNK_TRIES):
-            victim = self._victim(payers, keep)
-            if victim is None:
-                return False
-            offset = self.table.offset_of(victim)
-            if self.space.slot_bytes_at(offset) == slot_bytes_for(size):
-                return self._evict(victim)
-            neighbours = self.space.neighbours(offset)
-            if all(self._may_go(slot, payers, keep) for slot in neighbours):
-                return sum(map(self._evict, neighbours)) > 0
-            keep = keep.union(neighbours)
-        return self._evict(self._victim(payers, keep, slot_bytes_for(size)))
-
-    def _victim(self, payers: Sequence[int], keep: frozenset[int], slot_bytes: int = 0) -> int | None:
-        def usable(slot: int) -> bool:
-            if self._readers[slot] or slot in self._pins or slot in keep:
-                return False
-            return not slot_bytes or self.space.slot_bytes_at(self.table.offset_of(slot)) == slot_bytes
-
-        return next((slot for group in payers if (slot := self._policy.victim(group, usable)) is not None), None)
-
-    def _may_go(self, slot: int, payers: Sequence[int], keep: frozenset[int]) -> bool:
-        record = self.table.read(slot)
-        free_to_go = record and not (self._readers[slot] or slot in self._pins or slot in keep)
-        return bool(record and free_to_go and self._group(record.family) in payers)
-
-    def _evict(self, slot: int | None) -> bool:
-        return slot is not None and self.drop(slot, evicted=True)
+    def _evict(self, slots: Sequence[int]) -> bool:
+        """Whether anything went."""
+        return sum([self.drop(slot, evicted=True) for slot in slots]) > 0
 
     def _admit(self, slot: int, record: Record) -> None:
         """A block is there: let the policy know. Its family has been charged."""
@@ -470,21 +412,19 @@ class Ledger:
         self._reserved_bytes -= len(reservation.blocks) * slot_bytes_for(
             self.families[reservation.family].payload_bytes
         )
-        if reservation.holder in self._held:
-            self._held[reservation.holder].reservations.discard(ticket)
+        tickets = self._reserved_by[reservation.holder]
+        tickets.discard(ticket)
+        if not tickets:
+            del self._reserved_by[reservation.holder]
 
     def _strand(self, reservation: _Reservation) -> None:
         if not reservation.stranded:
             reservation.stranded = True
             self._writing.difference_update([block.id for block, _ in reservation.blocks.values()])
 
-    def _end_lease(self, ticket: int, lease: _Lease) -> None:
-        del self._leases[ticket]
-        if lease.holder in self._held:
-            self._held[lease.holder].leases.discard(ticket)
-        for slot in lease.slots:
-            self._readers[slot] -= 1
-            if not self._readers[slot] and slot in self._doomed:
+    def _end_lease(self, ticket: int) -> None:
+        for slot in self._leases.end(ticket):
+            if slot in self._doomed:
                 self._doomed.discard(slot)
                 self._free(slot, self.table.offset_of(slot))
 
@@ -497,17 +437,5 @@ class Ledger:
         self.space.free(offset)
         self.table.give_back(slot)
 
-    def _pin(self, slot: int, until: float) -> bool:
-        if slot not in self._pins:
-            slot_bytes = self.space.slot_bytes_at(self.table.offset_of(slot))
-            if self._pinned_bytes + slot_bytes > self.rules.max_pinned * self.space.num_bytes:
-                return False
-            self._pinned_bytes += slot_bytes
-        self._pins[slot] = max(until, self._pins.get(slot, until))
-        return True
-
-    def _unpin(self, slot: int) -> bool:
-        if self._pins.pop(slot, None) is None:
-            return False
-        self._pinned_bytes -= self.space.slot_bytes_at(self.table.offset_of(slot))
-        return True
+    def _slot_bytes(self, slot: int) -> int:
+        return self.space.slot_bytes_at(self.table.offset_of(slot))
