@@ -99,7 +99,9 @@ class Workers:
 
 
 @contextlib.asynccontextmanager
-async def workers(engines: dict[str, Engine], *, checksums: bool = False) -> AsyncIterator[Workers]:
+async def workers(
+    engines: dict[str, Engine], *, checksums: bool = False, adaptive: bool = False
+) -> AsyncIterator[Workers]:
     """Started and connected, under the names given."""
     cluster = Workers(InprocPlanes(), MemoryStore())
     registry = MemoryRegistry(cluster.store)
@@ -107,9 +109,8 @@ async def workers(engines: dict[str, Engine], *, checksums: bool = False) -> Asy
     subscribers = []
     for name, engine in engines.items():
         options = AgentOptions(host=None, checksums=checksums)
-        shell = WorkerShell(
-            engine, registry, cluster.planes, ShellConfig(name, "m", "m", drain_timeout_s=1, transfer=options)
-        )
+        about = ShellConfig(name, "m", "m", adaptive=adaptive, drain_timeout_s=1, transfer=options)
+        shell = WorkerShell(engine, registry, cluster.planes, about)
         cluster.members[name] = Member(name, engine, shell)
         running.append(asyncio.create_task(shell.run(lambda progress: None)))
     try:

@@ -3,7 +3,6 @@
 Between mockers, with real planes and real transfer. What needs processes that die or stop is in `bench/handoff_faults`.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ from headwater.engines.mocker.engine import MockerEngine
 from headwater.handoff import decode as decode_side
 from headwater.handoff import prefill as prefill_side
 from headwater.handoff.patience import Patience
+from headwater.protocol.frames import SetRole
 from headwater.protocol.request import RemotePrefill
 from headwater.runtime.conformance import eventually, run_leak_checked
 from headwater.transfer.backends.shm import SharedLink
@@ -71,13 +71,15 @@ def mocker(config: EngineConfig, **options: object) -> MockerEngine:
 
 
 @asynccontextmanager
-async def pair(config: EngineConfig, *, checksums: bool = False, **prefill: object) -> AsyncIterator[Pair]:
+async def pair(
+    config: EngineConfig, *, checksums: bool = False, adaptive: bool = False, **prefill: object
+) -> AsyncIterator[Pair]:
     slow = {"mocker_prefill_ms_per_token": 2.0} | prefill
     fast = mocker(config, mocker_speedup=0.0)
     async with workers({"alone": fast}) as cluster:
         (expected,) = await cluster["alone"].run(request(1, PROMPT))
     engines = {"p": mocker(config, **slow), "d": mocker(config, mocker_speedup=20.0)}
-    async with workers(engines, checksums=checksums) as cluster:
+    async with workers(engines, checksums=checksums, adaptive=adaptive) as cluster:
         yield Pair(cluster, expected)
 
 
@@ -238,13 +240,22 @@ def test_room_is_never_waited_for_in_a_circle(config: EngineConfig, monkeypatch:
     run_leak_checked(check())
 
 
-def test_roles_change_while_workers_run(config: EngineConfig) -> None:
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_roles_change_while_workers_run(config: EngineConfig, adaptive: bool) -> None:
+    """If they may, and what runs goes on."""
+
     async def check() -> None:
-        async with pair(config) as it:
-            assert it.cluster.store.feed.instances["d"].role == "both"
+        async with pair(config, adaptive=adaptive) as it:
+            roles = it.cluster.store.feed.instances
+            assert (roles["p"].role, roles["p"].adaptive) == ("both", adaptive)
             await it.begin()
-            await asyncio.gather(*[shell._set_role("decode", None) for shell in (it.decode.shell, it.prefill.shell)])
-            assert it.cluster.store.feed.instances["d"].role == "decode"
+            assert it.prefill.link is not None
+            for role in ("decode", "prefill"):
+                it.prefill.link.send(SetRole(role))
+            if adaptive:
+                await eventually(lambda: roles["p"].role == "prefill", "the registry knows")
             await it.ends()
+            await eventually(lambda: it.decode.counts.done == 1, "it was handed over")
+            assert roles["p"].role == ("prefill" if adaptive else "both")
 
     run_leak_checked(check())
