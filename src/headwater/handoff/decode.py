@@ -149,6 +149,10 @@ class DecodeSide:
         handoff = self._open[stream]
         self._act(stream, handoff, handoff.intake.failed(error))
 
+    def on_left(self, worker_id: str) -> None:
+        self._paces.pop(worker_id, None)
+        self._mover.forget(worker_id)
+
     # ---- inner life
 
     def _act(self, stream: int, handoff: _Handoff, actions: list[Action]) -> None:

@@ -57,6 +57,10 @@ class Mover(Protocol):
         """Blocks of a peer into blocks of this worker. None: it failed at once, which was told."""
         ...
 
+    def forget(self, peer: str) -> None:
+        """Nothing is to be read from that agent any more."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -105,6 +109,10 @@ class AgentMover:
             return transfer
         return None
 
+    def forget(self, peer: str) -> None:
+        if self._agent is not None:
+            self._agent.forget_peer(peer)
+
     def close(self) -> None:
         """Whatever moves is broken off."""
         agent, self._agent = self._agent, None
@@ -151,6 +159,9 @@ class PacedMover:
         paced = _PacedMove(self._loop, self._free_at, on_moved)
         paced.inner = self._inner.read(order, paced.moved)
         return None if paced.failed else paced
+
+    def forget(self, peer: str) -> None:
+        self._inner.forget(peer)
 
     def close(self) -> None:
         self._inner.close()

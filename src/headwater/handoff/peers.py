@@ -30,6 +30,10 @@ class PeerOwner(Protocol):
 
     def on_lost(self, stream: int, error: HeadwaterError) -> None: ...
 
+    def on_left(self, worker_id: str) -> None:
+        """Nothing is connected to that worker any more."""
+        ...
+
 
 class _Peer:
     """One connection and the streams on it."""
@@ -38,7 +42,7 @@ class _Peer:
         self.streams: set[int] = set()
         self.lost = False
         self.idle: asyncio.TimerHandle | None = None
-        self._worker_id = worker_id
+        self.worker_id = worker_id
         self._link = link
         self._owner = owner
         self._waiting: list[FrontendFrame] | None = []
@@ -62,8 +66,8 @@ class _Peer:
     async def _connect(self) -> None:
         try:
             worker_id = await self._link.connect(self._on_frame, self._on_broken, CONNECT_TIMEOUT_S)
-            if worker_id != self._worker_id:
-                raise ProtocolError(f"worker {worker_id} answers where {self._worker_id} was expected")
+            if worker_id != self.worker_id:
+                raise ProtocolError(f"worker {worker_id} answers where {self.worker_id} was expected")
         except HeadwaterError as error:
             self._on_broken(error)
             return
@@ -137,6 +141,7 @@ class PrefillPeers:
         self._drop(peer)
 
     def _drop(self, peer: _Peer) -> None:
+        self._owner.on_left(peer.worker_id)
         task = asyncio.get_running_loop().create_task(peer.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
