@@ -16,7 +16,7 @@ _MEMORY_S = 10.0
 """Busy time in which the weight of what was measured falls to a third."""
 _LEAST_SAMPLES = 8.0
 """First tokens to be seen before the rate is believed."""
-_MARGIN = 0.8
+_MARGIN = 0.7
 """Of the time allowed: waits scatter."""
 _LONGEST_RETRY_S = 60.0
 
