@@ -258,6 +258,7 @@ def test_serve_with_pools_hands_prompts_over(environment: dict[str, str]) -> Non
     flags = ("--prefill", "1", "--decode", "2", "--disagg", "always", "--num-kv-blocks", "500")
     with serve(environment, *FAST, *flags) as running:
         url = running.url
+        assert re.search(r"workers +│ 3 \(2 decode, 1 prefill\)", running.out)
         document = json.loads(headwater(environment, "status", "--json").stdout)
         assert sorted(worker["role"] for worker in document["workers"]) == ["decode", "decode", "prefill"]
         model = json.load(urllib.request.urlopen(f"{url}/v1/models", timeout=DEADLINE_S))["data"][0]["id"]

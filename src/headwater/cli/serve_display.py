@@ -8,6 +8,7 @@ import json
 import logging
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import IO
 
@@ -163,7 +164,6 @@ def ready_rows(config: ServeConfig, url: str, instances: Sequence[Instance]) -> 
     by_model = {instance.card.name: instance for instance in instances}
     for name, instance in by_model.items():
         card = instance.card
-        count = sum(other.card.name == name for other in instances)
         engine = f"{instance.engine} ({instance.hardware})" if instance.hardware else instance.engine
         rows += [
             ("model", ", ".join(card.served_names) or name),
@@ -171,11 +171,20 @@ def ready_rows(config: ServeConfig, url: str, instances: Sequence[Instance]) -> 
             ("engine", engine),
             ("KV blocks", f"{instance.kv_blocks:,} x {card.block_size} tokens per worker"),
             ("longest context", f"{card.max_model_len:,} tokens"),
-            ("workers", str(count) if count >= config.workers else f"{count} of {config.workers} so far"),
+            ("workers", _workers([other for other in instances if other.card.name == name], config.workers)),
         ]
     keys = "API key required" if config.frontend.api_key or config.frontend.keys else "no API key"
     rows += [("frontends", str(config.frontends)), ("URL", f"{url}/v1  ({keys})")]
     return rows
+
+
+def _workers(instances: Sequence[Instance], expected: int) -> str:
+    """How many, and of which roles if they differ."""
+    count = str(len(instances)) if len(instances) >= expected else f"{len(instances)} of {expected} so far"
+    roles = Counter(instance.role for instance in instances)
+    if roles.keys() <= {"both"}:
+        return count
+    return f"{count} ({', '.join(f'{number} {role}' for role, number in sorted(roles.items()))})"
 
 
 def curl_command(config: ServeConfig, url: str, model: str) -> str:
