@@ -5,8 +5,8 @@
 1. The believed step times are corrected by what was measured (`headwater.planner.feedback`).
 2. When traffic or the correction has changed, or after a while, every plan is tried by fast simulation on
    samples of the recent traffic, over at least twice the life of a request.
-3. The plan in force stays unless another gains more than the hysteresis, and does not lose on the mixture of the last
-   minutes (unless the plan in force fails now).
+3. The plan in force stays unless another gains more than the hysteresis, twice in a row on samples of their own, and
+   does not lose on the mixture of the last minutes (unless the plan in force fails now).
 4. A plan is left by single requests (loose) only if that promises more than 2 %.
 
 Too little traffic, or times that no correction explains: the plan in force stays, which at first is all-aggregated.
@@ -28,8 +28,8 @@ from headwater.planner.traffic import Served, Summary, Traffic, resample, same, 
 from headwater.types import Role
 
 _MAX_HELD = 64
-_SAMPLES = ((1, -1), (2, 1))
-"""Seed, and on which side of the measured rate."""
+_SIGNS = (-1, 1)
+"""On which side of the measured rate a sample is."""
 _MOST_DOUBT = 0.2
 _CHANCE = 3.0
 """Times the standard deviation of a count is no change of traffic."""
@@ -56,7 +56,7 @@ class PlannerSettings:
     max_jobs: int = 1200
     """Of a sample."""
     min_jobs: int = 240
-    hysteresis: float = 0.03
+    hysteresis: float = 0.04
     """Gain in attainment, or in end-to-end time where no objective is missed, worth a change of roles."""
     time_hysteresis: float = 0.08
     tie: float = 0.005
@@ -117,6 +117,9 @@ class Planner:
         self._evaluated: Summary | None = None
         self._evaluated_ms = -inf
         self._evaluated_pace: tuple[float, ...] = ()
+        self._num_evaluated = 0
+        self._wanted: RolePlan | None = None
+        """Found better once: looked at again before roles change."""
 
     def adopt(self, plan: RolePlan, now_ms: float) -> None:
         """A plan holds from now on, whoever chose it: workers came or went, or somebody set roles."""
@@ -140,6 +143,7 @@ class Planner:
             return self._stay("nothing has changed", seen)
         decision = self._choose(now_ms, believed, seen, recent)
         self._evaluated, self._evaluated_ms, self._evaluated_pace = seen, now_ms, pace
+        self._num_evaluated += 1
         if decision.changed:
             self.adopt(decision.plan, now_ms)
         return decision
@@ -173,7 +177,7 @@ class Planner:
 
     def _due(self, now_ms: float, seen: Summary, num_recent: int, pace: tuple[float, ...]) -> bool:
         settings, before = self.settings, self._evaluated
-        if before is None or len(pace) != len(self._evaluated_pace):
+        if before is None or len(pace) != len(self._evaluated_pace) or self._wanted is not None:
             return True
         if seen.differs(before, max(settings.changed, _CHANCE / sqrt(num_recent))):
             return True
@@ -187,8 +191,10 @@ class Planner:
     def _choose(self, now_ms: float, pool: Sequence[WorkerModel], seen: Summary, recent: Sequence[Served]) -> Decision:
         settings = self.settings
         plans = list(candidates([model.name for model in pool], self.fixed))
-        samples = self._samples(recent, seen.requests_per_s, pool)
+        backlog = self.traffic.backlog(self._num_evaluated) if self.share >= _WHOLE else []
+        samples = [replace(sample, backlog=backlog) for sample in self._samples(recent, seen.requests_per_s, pool)]
         likely = screen(pool, plans, samples[0], settings.objective, (self.plan, *plans[:1]))
+        wanted, self._wanted = self._wanted, None
         each = evaluate_each(pool, likely, samples, settings.objective)
         best = best_of(means(each), settings.objective, settings.tie)
         best = self._loose(pool, best, each, samples)
@@ -200,6 +206,9 @@ class Planner:
             return self._decision(self.plan, "roles have only just changed", scores, seen)
         if not failing and self._loses_on_mixture(now_ms, pool, best):
             return self._decision(self.plan, "the best plan for now loses on the last minutes", scores, seen)
+        if not failing and best != wanted:
+            self._wanted = best
+            return self._decision(self.plan, "another plan gains; a second sample is to say so too", scores, seen)
         return self._decision(best, _gain(scores[self.plan], scores[best], settings.objective), scores, seen)
 
     def _decision(self, plan: RolePlan, reason: str, scores: dict[RolePlan, Score], seen: Summary) -> Decision:
@@ -263,7 +272,11 @@ class Planner:
         # What the rate is known to, by so many arrivals: a plan is to be better within that, and for what really came.
         doubt = min(_MOST_DOUBT, 1 / sqrt(len(served)))
         rate = requests_per_s / self.share
-        samples = [Sample(resample(jobs, rate * (1 + sign * doubt), num, seed), expected) for seed, sign in _SAMPLES]
+        first = len(_SIGNS) * self._num_evaluated
+        samples = [
+            Sample(resample(jobs, rate * (1 + sign * doubt), num, first + number), expected)
+            for number, sign in enumerate(_SIGNS)
+        ]
         if len(jobs) >= settings.min_jobs and self.share >= _WHOLE:
             samples.append(Sample(shifted(jobs[-settings.max_jobs :]), expected))
         return samples

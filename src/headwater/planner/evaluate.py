@@ -1,7 +1,7 @@
 """How good would a plan be for this traffic? Asked of the fast simulation, for one plan or for a field of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headwater.planner.objective import Objective, Score, score
 from headwater.planner.plan import RolePlan
@@ -22,6 +22,8 @@ class Sample:
 
     jobs: Sequence[Job]
     expected_output_tokens: float
+    backlog: Sequence[Job] = ()
+    """Open when it begins; not judged."""
 
     @property
     def length_ms(self) -> float:
@@ -32,8 +34,10 @@ def evaluate(pool: Sequence[WorkerModel], plan: RolePlan, sample: Sample, object
     """Requests of the second half of the sample, under a plan that has held from its start."""
     cluster = FastCluster(pool, plan, sample.expected_output_tokens)
     until_ms = sample.length_ms * (1 + _PATIENCE)
+    for job in sample.backlog:
+        cluster.submit(job)
     outcomes = cluster.run(sample.jobs, until_ms)
-    first = int(len(sample.jobs) * _JUDGED_FROM)
+    first = len(sample.backlog) + int(len(sample.jobs) * _JUDGED_FROM)
     times = list(zip(outcomes.ttft_ms[first:], outcomes.tpot_ms[first:], outcomes.e2e_ms[first:], strict=True))
     return score(objective, times, until_ms - sample.length_ms * _JUDGED_FROM)
 
@@ -57,7 +61,7 @@ def screen(
     keep: Sequence[RolePlan] = (),
 ) -> list[RolePlan]:
     """The few plans worth a closer look, by one short sample, and those to keep whatever it says."""
-    short = Sample(sample.jobs[:_SCREENING_JOBS], sample.expected_output_tokens)
+    short = replace(sample, jobs=sample.jobs[:_SCREENING_JOBS])
     scores = means(evaluate_each(pool, plans, [short], objective))
     by_time = sorted(plans, key=lambda plan: scores[plan].e2e_ms)
     by_share = sorted(by_time, key=lambda plan: -scores[plan].secured) if objective.given else by_time

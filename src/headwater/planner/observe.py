@@ -30,6 +30,8 @@ def served_of(records: Iterable[DecisionRecord], fingerprint_of: Mapping[str, st
 def _served(record: DecisionRecord) -> Served:
     cached = record.cached_tokens if record.cached_tokens is not None else record.predicted_cached_tokens
     served = Served(record.asked * 1000, record.prompt_tokens, min(cached, max(0, record.prompt_tokens - 1)))
+    served.open = record.outcome in ("waiting", "running")
+    served.generated = int(served.open and record.ttft_ms is not None)
     tokens = record.output_tokens // max(1, record.num_sequences)
     if record.outcome == "finished" and record.e2e_ms is not None and record.ttft_ms is not None and tokens:
         served.output_tokens = tokens

@@ -33,6 +33,7 @@ class Served:
     output_tokens: int = 0
     generated: int = 0
     """Tokens so far, while it has not ended."""
+    open: bool = True
     ttft_ms: float = nan
     tpot_ms: float = nan
 
@@ -75,7 +76,7 @@ class Traffic:
         return served
 
     def ended(self, served: Served, output_tokens: int) -> None:
-        served.output_tokens = max(1, output_tokens)
+        served.output_tokens, served.open = max(1, output_tokens), False
         self._lengths.append((served.prompt_tokens, served.output_tokens))
 
     def refill(self, served: Sequence[Served]) -> None:
@@ -108,6 +109,18 @@ class Traffic:
             )
             for one in served
         ]
+
+    def backlog(self, seed: int) -> list[Job]:
+        """What is open, as if it came now: prompts that are to be computed, and answers that are to go on."""
+        waiting = [one for one in self._served if one.open]
+        jobs: list[Job] = []
+        for one, job in zip(waiting, self.jobs(waiting, seed), strict=True):
+            if one.generated:
+                prompt = one.prompt_tokens + one.generated
+                jobs.append(Job(0.0, prompt, job.output_tokens - one.generated, prompt - 1))
+            else:
+                jobs.append(Job(0.0, job.prompt_tokens, job.output_tokens, job.cached_tokens))
+        return jobs
 
     def expected_output(self) -> float:
         return fmean([output for _, output in self._lengths]) if self._lengths else float(_INITIAL_OUTPUT_TOKENS)
