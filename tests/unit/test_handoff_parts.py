@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headwater.errors import TransferRefused, TransferTimeout
 from headwater.handoff.intake import Action, Arrived, CancelRead, Complete, FallBack, Intake, Read, Release, Stop
 from headwater.handoff.layout import check_layouts
-from headwater.handoff.patience import MAX_HOLD_S, Pace, patience
+from headwater.handoff.patience import MAX_HOLD_S, Pace, Patience, Progress, patience
 from headwater.handoff.ranks import MAX_RUNS, HeadLayout, cuts, heads_of
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.request import ExportOrder
@@ -128,6 +128,22 @@ def test_a_pace_is_learned_from_what_was_seen() -> None:
     for _ in range(50):
         pace.observe(1000, 1000)
     assert pace.expected_ms(1000) == pytest.approx(1000, rel=0.01)
+
+
+def test_a_hand_off_that_will_be_late_is_seen_early() -> None:
+    limit = Patience(5.0, 2.5)
+    progress = Progress(100)
+    for at_s, blocks in ((3.0, 10), (3.3, 10)):
+        progress.announced(at_s, blocks)
+        assert progress.ends_s() is None
+    progress.announced(3.6, 40)
+    assert progress.ends_s() == pytest.approx(3.6 + 40 * 0.6 / 50)
+    assert not progress.hopeless(limit)
+    slow = Progress(100)
+    for number in range(4):
+        slow.announced(1.0 + number, 5)
+    assert slow.ends_s() == pytest.approx(4.0 + 80 * 3 / 15)
+    assert slow.hopeless(limit)
 
 
 def card(**changes: object) -> ModelCard:

@@ -17,7 +17,7 @@ from headwater.engines.base import KvPort
 from headwater.errors import HeadwaterError, ProtocolError, TransferTimeout, WorkerError
 from headwater.handoff.intake import Action, Arrived, CancelRead, Complete, FallBack, Intake, Read, Release, Stop
 from headwater.handoff.mover import Move, Mover, ReadOrder
-from headwater.handoff.patience import Pace, Patience, patience
+from headwater.handoff.patience import Pace, Patience, Progress, patience
 from headwater.handoff.peers import OpenLink, PrefillPeers
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.frames import BlocksReady
@@ -45,6 +45,7 @@ class _Handoff:
     first_block: int
     blocks: tuple[int, ...]
     intake: Intake
+    progress: Progress
     asked: float
     """By the event loop's time, like the next."""
     heard: float
@@ -113,6 +114,7 @@ class DecodeSide:
             first_block=started.first_block,
             blocks=started.blocks,
             intake=Intake(started.first_block, started.first_block + len(started.blocks)),
+            progress=Progress(len(started.blocks)),
             asked=now,
             heard=now,
         )
@@ -134,6 +136,7 @@ class DecodeSide:
         handoff.heard = self._loop.time()
         handoff.card = ready.card or handoff.card
         handoff.ready.append(ready.blocks)
+        handoff.progress.announced(handoff.heard - handoff.asked, ready.num_blocks)
         self._act(ready.stream, handoff, handoff.intake.announced(ready.first_block, ready.num_blocks))
 
     def on_output(self, output: SequenceOutput) -> None:
@@ -268,6 +271,8 @@ def _overdue(handoff: _Handoff, now: float, asleep: bool) -> HeadwaterError | No
         return TransferTimeout("this worker was not running for a while")
     if now - handoff.asked > handoff.patience.total_s:
         return TransferTimeout(f"not done within {handoff.patience.total_s:.1f} s")
+    if handoff.progress.hopeless(handoff.patience):
+        return TransferTimeout(f"at its pace it would take {handoff.progress.ends_s():.1f} s")
     if now - handoff.heard > handoff.patience.stall_s:
         return TransferTimeout(f"nothing was heard for {handoff.patience.stall_s:.1f} s")
     return None

@@ -17,6 +17,8 @@ _UNKNOWN_PER_TOKEN_S = 0.01
 """... and per token of the prompt."""
 _SLACK_S = 5.0
 _OLD_SHARE = 0.8
+_HOPELESS = 1.5
+_LEAST_SEEN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,33 @@ def patience(expected_ms: float, num_tokens: int) -> Patience:
         return Patience(total_s, total_s)
     total_s = min(_FLOOR_S + _FACTOR * expected_ms / 1000, MAX_HOLD_S - _SLACK_S)
     return Patience(total_s, max(_STALL_FLOOR_S, total_s / 2))
+
+
+class Progress:
+    """What a hand-off has come to, to see early that it will be too late."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        """To come."""
+        self._first: tuple[float, int] | None = None
+        self._now: tuple[float, int] = (0.0, 0)
+
+    def announced(self, at_s: float, num_blocks: int) -> None:
+        """More blocks can be read, so long after the asking."""
+        total = self._now[1] + num_blocks
+        self._now = (at_s, total)
+        self._first = self._first or self._now
+
+    def ends_s(self) -> float | None:
+        """When all will have come, at the pace since the first ones came; None while there is no telling."""
+        if self._first is None or self._now[0] - self._first[0] < _LEAST_SEEN_S:
+            return None
+        (first_s, first), (now_s, now) = self._first, self._now
+        return now_s + (self._num_blocks - now) * (now_s - first_s) / (now - first)
+
+    def hopeless(self, limit: Patience) -> bool:
+        ends_s = self.ends_s()
+        return ends_s is not None and ends_s > _HOPELESS * limit.total_s
 
 
 class Pace:
