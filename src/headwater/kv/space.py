@@ -9,12 +9,12 @@ from array import array
 
 PAGE_BYTES = 4096
 _MIN_CHUNK_BYTES = 1 << 20
-_MAX_CHUNK_BYTES = 64 << 20
-_CHUNKS_WANTED = 64
+_MAX_CHUNK_BYTES = 256 << 20
+_CHUNKS_WANTED = 16
 
 
 def chunk_bytes_for(num_bytes: int) -> int:
-    """About a 64th of the range, a power of two from 1 to 64 MiB, at most the range itself."""
+    """About a 16th of the range, a power of two from 1 to 256 MiB, at most the range itself. No block can be larger."""
     wanted = 1 << max(0, (num_bytes // _CHUNKS_WANTED).bit_length() - 1)
     chosen = max(_MIN_CHUNK_BYTES, min(_MAX_CHUNK_BYTES, wanted))
     return min(chosen, num_bytes // PAGE_BYTES * PAGE_BYTES)

@@ -48,6 +48,8 @@ _GREET_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 10.0
 _PIECES_AT_ONCE = 3
 """One is leased or reserved, one copied, one released or committed."""
+_MAX_PIECE_BYTES = 32 << 20
+_PIECES_PER_POOL = 24
 _TRIAL_S = 30.0
 _FIRST_PAUSE_S = 0.1
 _MOST_PAUSE_S = 5.0
@@ -161,7 +163,7 @@ class StoreClient:
         """Copy the chain's blocks into these buffers; how many, from the first on, arrived whole. `on_arrived` is told
         of progress."""
         deadline = time.monotonic() + timeout_s
-        pieces = iter(pieces_of(chain))
+        pieces = iter(pieces_of(chain, self._piece_bytes()))
         under_way: deque[tuple[Piece, asyncio.Task[int]]] = deque()
         loaded = 0
         try:
@@ -271,7 +273,7 @@ class StoreClient:
             async with turns:
                 return await self._give(piece, payloads[piece.first - chain.first :][: piece.num_blocks])
 
-        giving = [asyncio.create_task(give(piece)) for piece in pieces_of(chain)]
+        giving = [asyncio.create_task(give(piece)) for piece in pieces_of(chain, self._piece_bytes())]
         try:
             return sum(await asyncio.gather(*giving))
         finally:
@@ -298,6 +300,11 @@ class StoreClient:
         return await finished(asyncio.get_running_loop().run_in_executor(self._threads, work))
 
     # Inside: the connection
+
+    def _piece_bytes(self) -> int:
+        """What is leased or reserved at once: few messages, but never much of the pool."""
+        pool_bytes = self._pool.layout.data_bytes if self._pool else 0
+        return min(_MAX_PIECE_BYTES, pool_bytes // _PIECES_PER_POOL)
 
     def _open_pool(self) -> SharedPool:
         if self._pool is None:

@@ -1,12 +1,13 @@
 """What each request of a client means to the store. What needs no waiting is answered at once, in order; the rest in
 tasks of the connection."""
 
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import islice
 
 from headwater.clock import Clock
 from headwater.errors import ConfigError, InternalError, StoreError
-from headwater.kv.block import ROOT
+from headwater.kv.block import ROOT, Family
 from headwater.kv.lifecycle import Refusal
 from headwater.kv.node import upkeep, wire
 from headwater.kv.node.store import NodeStore, Piece
@@ -19,9 +20,12 @@ from headwater.kv.stores.host import HostTier
 from headwater.kv.stores.quantized import bare
 from headwater.protocol.events import BlocksCleared, BlocksStored
 
+logger = logging.getLogger(__name__)
+
 _REFUSALS = {Refusal.PRESENT: wire.PRESENT, Refusal.BUSY: wire.BUSY, Refusal.FULL: wire.FULL}
 _MAX_TIMEOUT_S = 600.0
 _SNAPSHOT_BLOCKS = 4096
+_MAX_WARNED = 64
 _MIB = 1 << 20
 
 
@@ -32,6 +36,7 @@ class Requests:
         self._store, self._clock, self._clients = store, clock, clients
         self._started = clock.now()
         self._writing: dict[tuple[int, int], Piece] = {}
+        self._too_large: set[Family] = set()
 
     def drop(self, holder: int) -> None:
         """A client is gone."""
@@ -103,6 +108,7 @@ class Requests:
 
     def _reserve(self, holder: int, request: wire.Reserve) -> wire.Answer:
         piece = _piece(request.chain)
+        self._warn_of_size(piece.family)
         ticket, answers = self._store.host.reserve(holder, piece.family, piece.blocks())
         ledger = self._store.host.ledger
         offsets = [ledger.reserved_offset(ticket, slot) if isinstance(slot, int) else 0 for slot in answers]
@@ -110,6 +116,17 @@ class Requests:
         return wire.Reserved(
             request.serial, ticket, [slot if isinstance(slot, int) else _REFUSALS[slot] for slot in answers], offsets
         )
+
+    def _warn_of_size(self, family: Family) -> None:
+        """Blocks that can never fit: say so once per family."""
+        space = self._store.host.ledger.space
+        if space.fits(family.payload_bytes) or family in self._too_large or len(self._too_large) >= _MAX_WARNED:
+            return
+        self._too_large.add(family)
+        logger.warning(
+            "blocks of %s have %d bytes; the host tier holds blocks of %d at most: give it more memory",
+            family.model, family.payload_bytes, space.chunk_bytes,
+        )  # fmt: skip
 
     def _commit(self, holder: int, request: wire.Commit) -> wire.Answer:
         committed = self._store.host.commit(holder, request.ticket, request.checksums)

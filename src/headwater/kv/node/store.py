@@ -67,9 +67,9 @@ class Piece(NamedTuple):
         return [Block(block_id, parents[i], self.first + i, 0) for i, block_id in enumerate(ids)]
 
 
-def pieces_of(chain: Piece) -> list[Piece]:
-    """Parts of at most `PIECE_BYTES`."""
-    step = max(1, PIECE_BYTES // chain.family.payload_bytes)
+def pieces_of(chain: Piece, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
+    """Parts of at most so many bytes, but at least a block."""
+    step = max(1, piece_bytes // chain.family.payload_bytes)
     return [chain.part(start, min(start + step, chain.num_blocks)) for start in range(0, chain.num_blocks, step)]
 
 
