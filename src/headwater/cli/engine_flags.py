@@ -26,10 +26,20 @@ _ATTRIBUTE = "engine_words"
 def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """As `parser.parse_args`; the engine's own words are kept for `config_from`."""
     if "--engine" not in parser._option_string_actions:
-        return parser.parse_args(arguments)
+        return _with_rest(parser, arguments)
     own, words = take_engine_words(parser, arguments)
     args = parser.parse_args(own)
     setattr(args, _ATTRIBUTE, words)
+    return args
+
+
+def _with_rest(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Words after two dashes are nobody's flags: for verbs that take a command line, they are its `words`."""
+    if parser.get_default("words") is None or "--" not in arguments:
+        return parser.parse_args(arguments)
+    border = list(arguments).index("--")
+    args = parser.parse_args(arguments[:border])
+    args.words = list(arguments[border + 1 :])
     return args
 
 

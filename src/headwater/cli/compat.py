@@ -1,0 +1,44 @@
+"""`headwater compat check -- vllm serve MODEL [flags]`: the equivalent of another system's command line."""
+
+import argparse
+import sys
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from headwater.compat.vllm.command import VERDICTS, TranslatedCommand, translate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("check",), help="say what becomes of the command line after `--`")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(words=[])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 when every flag has an equivalent, 1 when some have none."""
+    found = translate(args.words)
+    if args.json:
+        _print_json(found)
+    else:
+        _print_table(found)
+    return 0 if found.complete else 1
+
+
+def _print_json(found: TranslatedCommand) -> None:
+    flags = [
+        {"given": flag.given, "verdict": flag.verdict, "words": flag.words, "note": flag.note} for flag in found.flags
+    ]
+    document = {"command": found.command, "complete": found.complete, "flags": flags}
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document)).decode() + "\n")
+
+
+def _print_table(found: TranslatedCommand) -> None:
+    print(found.command)
+    if found.flags:
+        table = Table("flag", "what becomes of it", "note", box=None, pad_edge=False)
+        for flag in found.flags:
+            table.add_row(" ".join(flag.given), VERDICTS[flag.verdict], flag.note or " ".join(flag.words))
+        print()
+        Console().print(table)

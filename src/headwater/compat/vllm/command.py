@@ -1,0 +1,208 @@
+"""A command line of `vllm serve`, and the `headwater serve` line that stands for it. Needs no vLLM.
+
+Flags of vLLM's engine are passed on as they are, and vLLM's own parser judges them when the worker starts. Flags of
+vLLM's HTTP server are ours to answer: each has a flag of ours, or is done anyway, or has no equivalent, which is said.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headwater.errors import ConfigError
+
+Verdict = Literal["same", "renamed", "passed", "always", "none"]
+
+VERDICTS: dict[Verdict, str] = {
+    "same": "the same flag",
+    "renamed": "another flag",
+    "passed": "passed on to vLLM",
+    "always": "not needed: always so, or found out",
+    "none": "no equivalent",
+}
+
+_SAME = ("--host", "--port", "--api-key", "--served-model-name", "--chat-template")
+_OURS_TOO = ("--dtype", "--max-model-len", "--block-size", "--max-num-seqs", "--max-num-batched-tokens", "--tokenizer")
+_RENAMED = {
+    "--uvicorn-log-level": "--log-level",
+    "--api-server-count": "--frontends",
+    "--ssl-certfile": "--tls-cert",
+    "--ssl-keyfile": "--tls-key",
+    "--ssl-ca-certs": "--tls-client-ca",
+}
+_ALWAYS = {
+    "--enable-auto-tool-choice": "tool calls are recognised by the model's template",
+    "--tool-call-parser": "the format is recognised by the model's template",
+    "--chat-template-content-format": "texts and parts are both taken",
+    "--enable-prompt-tokens-details": "usage always says how many prompt tokens were cached",
+    "--enable-request-id-headers": "every answer has x-request-id",
+    "--enable-server-load-tracking": "load is in /metrics and `headwater status`",
+    "--return-tokens-as-token-ids": "a field of the request",
+    "--enable-tokenizer-info-endpoint": "/tokenize and /detokenize are there",
+    "--enable-force-include-usage": "stream_options.include_usage in the request",
+    "--disable-uvicorn-access-log": "--log-level warning leaves out the lines of requests",
+    "--disable-access-log-for-endpoints": "pages that are polled are not logged",
+    "--response-role": "the role is `assistant`",
+}
+_NONE = {
+    "--allowed-origins": "use --cors ORIGIN",
+    "--allowed-methods": "CORS allows those that the API has",
+    "--allowed-headers": "CORS allows those that the API reads",
+    "--allow-credentials": "CORS without cookies: keys travel in a header",
+    "--uds": "the port is TCP",
+    "--root-path": "strip the prefix in the proxy",
+    "--middleware": "no code of others runs in the frontend",
+    "--ssl-cert-reqs": "a client CA asks for certificates",
+    "--ssl-ciphers": "those of the system's library",
+    "--enable-ssl-refresh": "restart a frontend; others go on",
+    "--reasoning-parser": "reasoning is left in the text",
+    "--grpc": "the API is HTTP",
+    "--grpc-port": "the API is HTTP",
+    "--headless": "start more workers: headwater worker",
+    "--config": "write its keys as flags, or in a file of ours",
+    "--log-config-file": "--log-format json",
+    "--disable-fastapi-docs": "/docs and /openapi.json are always there",
+    "--enable-offline-docs": "/docs needs no network",
+    "--h11-max-incomplete-event-size": "see --max-body",
+    "--h11-max-header-count": "heads are bounded",
+    "--tool-parser-plugin": "formats are recognised by the model's template",
+    "--tool-server": "tools are the client's",
+    "--enable-log-outputs": "texts are never logged",
+    "--max-log-len": "texts are never logged",
+    "--enable-log-deltas": "texts are never logged",
+    "--log-error-stack": "--log-level debug",
+    "--default-chat-template-kwargs": "give chat_template_kwargs in the request",
+    "--exclude-tools-when-tool-choice-none": "the template decides",
+    "--fingerprint-mode": "system_fingerprint names the model's fingerprint",
+    "--fingerprint-value": "system_fingerprint names the model's fingerprint",
+    "--sse-keep-alive-interval": "silent streams say that they live every five seconds",
+    "--trust-request-chat-template": "the template is set by whoever runs the server",
+    "--trust-request-mm-kwargs": "media are not taken",
+    "--enable-per-request-metrics": "nvext.extra_fields with timing, in the request",
+    "--lora-modules": "adapters are loaded, but requests cannot name them yet",
+    "--tokens-only": "prompts may be token ids, and return_token_ids asks for them",
+    "--tool-strict-level": "tool arguments are checked by the client",
+    "--enable-scale-out": "start more workers: headwater worker",
+    "--data-parallel-supervisor-port": "workers are supervised by headwater serve",
+    "--dp-supervisor-probe-failure-threshold": "workers are supervised by headwater serve",
+    "--dp-supervisor-probe-interval-s": "workers are supervised by headwater serve",
+    "--dp-supervisor-probe-timeout-s": "workers are supervised by headwater serve",
+    "--enable-flash-late-interaction": "texts are generated, not scored",
+    "--anthropic-disabled-thinking-effort": "belongs to another API",
+    "--cohere-format": "the template decides",
+    "--cohere-is-reasoning-model": "the template decides",
+}
+_LISTS = ("--api-key", "--served-model-name")
+_DTYPES = {"half": "float16", "float": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What becomes of one flag."""
+
+    given: list[str]
+    verdict: Verdict
+    words: list[str] = field(default_factory=list[str])
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedCommand:
+    """The whole line."""
+
+    model: str
+    flags: list[Translation]
+
+    @property
+    def command(self) -> str:
+        words = ["headwater", "serve", self.model, "--engine", "vllm"]
+        return shlex.join([*words, *(word for flag in self.flags for word in flag.words)])
+
+    @property
+    def complete(self) -> bool:
+        return all(flag.verdict != "none" for flag in self.flags)
+
+
+def translate(words: Sequence[str]) -> TranslatedCommand:
+    """From the words of a command line that starts vLLM's server. Raises `ConfigError`."""
+    groups = _groups(_arguments(words))
+    model = ""
+    flags: list[Translation] = []
+    for group in groups:
+        if not group[0].startswith("-"):
+            if model:
+                raise ConfigError(f"two models: {model} and {group[0]}")
+            model = group[0]
+        elif group[0] == "--model":
+            model = _value(group)
+        else:
+            flags.append(_translation(group))
+    if not model:
+        raise ConfigError("the command names no model", hint="vllm serve MODEL [flags]")
+    return TranslatedCommand(model, flags)
+
+
+def verdict_of(flag: str) -> tuple[Verdict, str]:
+    """What becomes of a flag, and a note."""
+    if flag in _SAME or flag in _OURS_TOO:
+        return "same", ""
+    if flag in _RENAMED:
+        return "renamed", _RENAMED[flag]
+    if flag in _ALWAYS:
+        return "always", _ALWAYS[flag]
+    return ("none", _NONE[flag]) if flag in _NONE else ("passed", "")
+
+
+def answered_flags() -> list[str]:
+    """The flags of vLLM's HTTP server that have an answer of their own."""
+    return sorted({*_SAME, *_RENAMED, *_ALWAYS, *_NONE})
+
+
+def _translation(group: list[str]) -> Translation:
+    flag = group[0].replace("_", "-") if group[0].startswith("--") else group[0]
+    verdict, note = verdict_of(flag)
+    match verdict:
+        case "renamed":
+            return Translation(group, verdict, [note, *group[1:]], "")
+        case "same" if flag in _LISTS:
+            return Translation(group, verdict, [word for value in group[1:] for word in (flag, value)])
+        case "same" if flag == "--dtype":
+            return Translation(group, verdict, [flag, *(_DTYPES.get(value, value) for value in group[1:])])
+        case "same" | "passed":
+            return Translation(group, verdict, [flag, *group[1:]])
+        case _:
+            return Translation(group, verdict, [], note)
+
+
+def _arguments(words: Sequence[str]) -> list[str]:
+    """What comes after the program's name, `--flag=value` as two words."""
+    left = list(words)
+    if left[:2] == ["vllm", "serve"]:
+        left = left[2:]
+    elif "vllm.entrypoints.openai.api_server" in left:
+        left = left[left.index("vllm.entrypoints.openai.api_server") + 1 :]
+    elif left[:1] == ["vllm"]:
+        raise ConfigError(f"`{' '.join(left[:2])}` serves nothing", hint="expected `vllm serve MODEL [flags]`")
+    split: list[str] = []
+    for word in left:
+        name, equals, value = word.partition("=")
+        split += [name, value] if equals and name.startswith("--") else [word]
+    return split
+
+
+def _groups(words: Sequence[str]) -> list[list[str]]:
+    """Flags with their values; words before the first flag on their own."""
+    groups: list[list[str]] = []
+    for word in words:
+        is_flag = word.startswith("-") and not word[1:].replace(".", "").isdigit()
+        if is_flag or not groups or not groups[-1][0].startswith("-"):
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    return groups
+
+
+def _value(group: list[str]) -> str:
+    if len(group) != 2:
+        raise ConfigError(f"{group[0]} wants one value, not {len(group) - 1}")
+    return group[1]

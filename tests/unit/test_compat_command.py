@@ -1,0 +1,87 @@
+"""Command lines of `vllm serve`, translated; and the page of names, current."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headwater.cli.engine_flags import config_from, parse_arguments, take_engine_words
+from headwater.cli.main import main
+from headwater.cli.verbs import parser_of
+from headwater.compat.vllm.command import answered_flags, translate, verdict_of
+from headwater.errors import ConfigError
+from vllm_page import NAMES, page
+
+PAGE = Path(__file__).parents[2] / "docs/reference/vllm.md"
+
+
+def test_the_page_of_names_is_current() -> None:
+    assert PAGE.read_text() == page(), "run: python tests/vllm_page.py > docs/reference/vllm.md"
+
+
+def test_every_flag_of_vllms_server_has_an_answer_and_every_answer_a_flag() -> None:
+    assert set(answered_flags()) - set(NAMES["flags"]) == set()
+    assert [flag for flag in NAMES["server_flags"] if verdict_of(flag)[0] == "passed"] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "command"),
+    [
+        ("vllm serve M", "headwater serve M --engine vllm"),
+        ("vllm serve --model M --port 1", "headwater serve M --engine vllm --port 1"),
+        ("vllm serve M --dtype=half -tp 2", "headwater serve M --engine vllm --dtype float16 -tp 2"),
+        (
+            "python -m vllm.entrypoints.openai.api_server --model M --served-model-name a b --api_key k",
+            "headwater serve M --engine vllm --served-model-name a --served-model-name b --api-key k",
+        ),
+        (
+            "vllm serve M --api-server-count 2 --enforce_eager",
+            "headwater serve M --engine vllm --frontends 2 --enforce-eager",
+        ),
+        ("vllm serve M --seed -1 --max-logprobs -1", "headwater serve M --engine vllm --seed -1 --max-logprobs -1"),
+        ("vllm serve M --tool-call-parser hermes", "headwater serve M --engine vllm"),
+    ],
+)
+def test_lines(given: str, command: str) -> None:
+    found = translate(given.split())
+    assert found.command == command
+    assert found.complete
+
+
+def test_what_has_no_equivalent_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compat", "check", "--json", "--", "vllm", "serve", "M", "--root-path", "/x"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["complete"] is False
+    assert document["flags"][0] == {
+        "given": ["--root-path", "/x"],
+        "verdict": "none",
+        "words": [],
+        "note": "strip the prefix in the proxy",
+    }
+    assert main(["compat", "check", "--", "vllm", "serve", "M", "--enable-prefix-caching"]) == 0
+    assert "headwater serve M --engine vllm --enable-prefix-caching" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["vllm bench x", "vllm serve", "vllm serve A B", "vllm serve --model"])
+def test_lines_that_serve_nothing(given: str) -> None:
+    with pytest.raises(ConfigError):
+        translate(given.split())
+
+
+def test_flags_that_are_not_ours_go_to_the_engine() -> None:
+    parser = parser_of("serve")
+    words = ["M", "--engine", "vllm", "--enforce-eager", "--port", "1", "--kv-events-config", '{"a": 1}', "-tp", "2"]
+    own, engine = take_engine_words(parser, words, {})
+    assert own == ["M", "--engine", "vllm", "--port", "1"]
+    assert engine == ["--enforce-eager", "--kv-events-config", '{"a": 1}', "-tp", "2"]
+    args = parse_arguments(parser, [*words, "--served-model-name", "a", "b", "--block-size", "16"])
+    config = config_from(args).config.engine
+    assert config.served_model_name == ("a", "b")
+    assert config.engine_args == (*engine, "--block-size", "16"), "what equals our default is said all the same"
+
+
+def test_other_engines_take_no_flags_of_others() -> None:
+    assert take_engine_words(parser_of("serve"), ["M", "--enforce-eager"], {}) == (["M", "--enforce-eager"], [])
+    assert take_engine_words(parser_of("serve"), ["M", "--x"], {"HEADWATER_ENGINE": "vllm"}) == (["M"], ["--x"])
+    with pytest.raises(ConfigError, match="unknown flag --enforce-eager"):
+        parse_arguments(parser_of("serve"), ["M", "--engine", "native", "--enforce-eager"])
