@@ -94,6 +94,25 @@ def vllm_server(*flags: str, log: str | None, cores: str | None = None) -> Itera
         yield f"http://127.0.0.1:{port}", process
 
 
+def api_cpu_s(root: int) -> float:
+    """CPU seconds of a process and its descendants but for vLLM's engine core and workers, which compute."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+    total, left = 0.0, [root]
+    while left:
+        pid = left.pop()
+        with contextlib.suppress(OSError):
+            if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::"):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                total += sum(int(field) for field in fields[11:13]) / os.sysconf("SC_CLK_TCK")
+                left += children.get(pid, [])
+    return total
+
+
 def await_ready(ready: Any, process: Process) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:

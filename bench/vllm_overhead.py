@@ -4,7 +4,8 @@
 
 Against vLLM's own server asked directly, in the same run: rounds of equal requests alternate between both, so that a
 host that is busy with other things is busy for both. `attached`: the very server that is also asked directly, with
-Headwater before it. `in-worker`: a second vLLM inside Headwater's worker. vLLM computes on one core (--core).
+Headwater before it. `in-worker`: a second vLLM inside Headwater's worker. vLLM computes on one core (--core). CPU is
+that of all processes but vLLM's engine core and worker, which do the same work on both sides.
 """
 
 import argparse
@@ -16,12 +17,11 @@ from statistics import median
 from time import perf_counter
 
 import uvloop
-from vllm_cluster import COMMON, MODEL, TokenShape, headwater, requests_of, vllm_server
+from vllm_cluster import COMMON, MODEL, TokenShape, api_cpu_s, headwater, requests_of, vllm_server
 
 from headwater.bench.arrivals import ClosedLoop
 from headwater.bench.http_client import Target
 from headwater.bench.load import LoadRun, RequestRecord
-from headwater.bench.process_cpu import tree_usage
 from headwater.bench.report import percentile
 
 INPUT, OUTPUT = 64, 48
@@ -38,7 +38,8 @@ class Side:
     ttft_ms: list[float] = field(default_factory=list)
     itl_ms: list[float] = field(default_factory=list)
     tokens_per_s: list[float] = field(default_factory=list)
-    cpu_ms_per_token: list[float] = field(default_factory=list)
+    api_ms_per_token: list[float] = field(default_factory=list)
+    """CPU of everything but vLLM's engine core and worker."""
     failed: int = 0
 
 
@@ -53,15 +54,15 @@ async def put_load(url: str, seed: int, count: int, concurrency: int) -> list[Re
 
 
 def round_of(side: Side, seed: int, args: argparse.Namespace) -> None:
-    before, began = sum(tree_usage(pid).cpu_s for pid in side.pids), perf_counter()
+    before, began = sum(api_cpu_s(pid) for pid in side.pids), perf_counter()
     records = uvloop.run(put_load(side.url, seed, args.requests, args.concurrency))
-    took_s, used_s = perf_counter() - began, sum(tree_usage(pid).cpu_s for pid in side.pids) - before
+    took_s, used_s = perf_counter() - began, sum(api_cpu_s(pid) for pid in side.pids) - before
     tokens = OUTPUT * args.requests
     side.failed += sum(record.error is not None for record in records)
     side.ttft_ms += [1e3 * record.ttft_s for record in records if record.ttft_s is not None]
     side.itl_ms += [1e3 * gap for record in records for gap in record.gaps_s]
     side.tokens_per_s.append(tokens / took_s)
-    side.cpu_ms_per_token.append(1e3 * used_s / tokens)
+    side.api_ms_per_token.append(1e3 * used_s / tokens)
 
 
 @contextmanager
@@ -90,7 +91,7 @@ def main() -> None:
     parser.add_argument("--core", default="0")
     parser.add_argument("--log", help="file for what the processes say")
     args = parser.parse_args()
-    print("        way     TTFT ms p50    p99   ITL ms p50    p99   tokens/s  CPU ms/token  failed")
+    print("        way     TTFT ms p50    p99   ITL ms p50    p99   tokens/s  API CPU ms/token  failed")
     with vllm_server(*FLAGS, log=args.log, cores=args.core) as (url, server):
         for way in args.way:
             direct = Side("direct", url, [server.pid])
@@ -110,7 +111,7 @@ def show(side: Side) -> None:
     ttft, itl = sorted(side.ttft_ms), sorted(side.itl_ms)
     print(
         f"{side.name:>11}  {percentile(ttft, 50):14.1f}{percentile(ttft, 99):7.0f}{percentile(itl, 50):13.2f}"
-        f"{percentile(itl, 99):7.1f}{median(side.tokens_per_s):11.1f}{median(side.cpu_ms_per_token):14.2f}"
+        f"{percentile(itl, 99):7.1f}{median(side.tokens_per_s):11.1f}{median(side.api_ms_per_token):18.3f}"
         f"{side.failed:8}",
         flush=True,
     )
@@ -125,10 +126,10 @@ def compare(direct: Side, other: Side) -> None:
         for name in ("ttft_ms", "itl_ms")
         for share in (50, 99)
     ]
-    cpu = median(other.cpu_ms_per_token) - median(direct.cpu_ms_per_token)
+    cpu = median(other.api_ms_per_token) - median(direct.api_ms_per_token)
     print(
         f"  {other.name} adds: TTFT {added[0]:+.1f} ms (p99 {added[1]:+.0f}), ITL {added[2]:+.2f} ms "
-        f"(p99 {added[3]:+.1f}), CPU {cpu:+.2f} ms per token; throughput x {median(ratios):.3f} "
+        f"(p99 {added[3]:+.1f}), CPU {cpu:+.3f} ms per token; throughput x {median(ratios):.3f} "
         f"(rounds {ratios[0]:.3f} to {ratios[-1]:.3f})\n",
         flush=True,
     )
