@@ -18,6 +18,7 @@ class Load:
     num_prefilling: int = 0
     num_decoding: int = 0
     booked_context_tokens: int = 0
+    booked_kv_tokens: int = 0
     speed_factor: float = 1.0
 
 
@@ -27,6 +28,7 @@ loads = st.builds(
     st.floats(0, 1e9),
     st.integers(0, 32),
     st.integers(0, 128),
+    st.integers(0, 500_000),
     st.integers(0, 500_000),
 )
 costs = st.builds(
@@ -39,7 +41,9 @@ costs = st.builds(
     st.floats(0, 1e-3),
     st.sampled_from([512, 2048, 8192]),
 )
-placements = st.builds(Placement, st.integers(1, 100_000), st.integers(1, 4), st.floats(0, 2000), st.floats(0, 1))
+placements = st.builds(
+    Placement, st.integers(1, 100_000), st.integers(1, 4), st.floats(0, 2000), st.floats(0, 1), st.floats(0, 50)
+)
 profiles = st.builds(profile, st.floats(0, 1))
 
 
@@ -57,7 +61,7 @@ def test_no_part_is_negative(
     weights=profiles,
     load=loads,
     placement=placements,
-    more=st.sampled_from(["num_decoding", "booked_context_tokens", "num_prefilling"]),
+    more=st.sampled_from(["num_decoding", "booked_context_tokens", "booked_kv_tokens", "num_prefilling"]),
     by=st.integers(1, 1000),
 )
 def test_more_load_never_makes_a_worker_cheaper(

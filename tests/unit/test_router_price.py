@@ -28,13 +28,21 @@ class Busy:
     num_prefilling: int
     num_decoding: int
     booked_context_tokens: int
+    booked_kv_tokens: int
     speed_factor: float
 
 
 OTHER = StepCosts(3.0, 0.1, 1e-5, 2.0, 0.2, 1e-4, 512)
 tokens = st.integers(0, 200_000)
 busy = st.builds(
-    Busy, tokens, st.floats(0, 1e10), st.integers(0, 64), st.integers(0, 256), tokens, st.sampled_from([1.0, 0.8, 1.6])
+    Busy,
+    tokens,
+    st.floats(0, 1e10),
+    st.integers(0, 64),
+    st.integers(0, 256),
+    tokens,
+    tokens,
+    st.sampled_from([1.0, 0.8, 1.6]),
 )
 
 
@@ -44,13 +52,20 @@ busy = st.builds(
     sequences=st.integers(1, 8),
     rest=st.floats(0, 5000),
     churn=st.floats(0, 1),
+    crowd=st.integers(0, 50),
     share=st.floats(0, 1),
 )
 def test_totals_are_the_sums_of_the_parts(
-    workers: list[tuple[Busy, StepCosts, float]], prompt: int, sequences: int, rest: float, churn: float, share: float
+    workers: list[tuple[Busy, StepCosts, float]],
+    prompt: int,
+    sequences: int,
+    rest: float,
+    churn: float,
+    crowd: float,
+    share: float,
 ) -> None:
     weights = profile(share)
-    placement = Placement(prompt, sequences, rest, churn)
+    placement = Placement(prompt, sequences, rest, churn, crowd)
     cached = [int(part * (prompt - 1)) for _, _, part in workers]
     occupied = [Occupancy.of(costs, worker) for worker, costs, _ in workers]
     expected = [
@@ -63,7 +78,10 @@ def test_totals_are_the_sums_of_the_parts(
 @given(worker=busy, prompt=st.integers(2, 100_000), part=st.floats(0, 1))
 def test_what_is_cached_never_makes_a_placement_dearer(worker: Busy, prompt: int, part: float) -> None:
     cold, warm = totals(
-        END_TO_END, [Occupancy.of(UNKNOWN, worker)] * 2, Placement(prompt, 1, 100.0, 0.5), [0, int(part * (prompt - 1))]
+        END_TO_END,
+        [Occupancy.of(UNKNOWN, worker)] * 2,
+        Placement(prompt, 1, 100.0, 0.5, 3.0),
+        [0, int(part * (prompt - 1))],
     )
     assert warm <= cold * (1 + 1e-12)
 

@@ -44,7 +44,6 @@ def test_unique_prompts_load_all_workers_evenly() -> None:
     assert figures(result).e2e_ms_mean < 1.03 * figures(serve(requests, LeastLoaded())).e2e_ms_mean
 
 
-@pytest.mark.xfail(reason="the price gathers such requests at few workers, whose decode steps slow down by 15 %")
 def test_a_system_prompt_that_all_share_makes_no_hot_spot() -> None:
     requests = Mix("one", 1200, 40.0, 1, 2000, 1, 100, 100, 1.0).requests(64)
     result = serve(requests, Delay())

@@ -53,9 +53,10 @@ class _Quote:
     def __init__(self, weights: Profile, request: RouteRequest, workers: Sequence[WorkerView]) -> None:
         expected = min(request.expected_output_tokens, float(request.max_tokens))
         self._weights = weights
-        self._placement = Placement(request.num_prompt_tokens, request.num_sequences, expected, request.churn)
         self._ids = [worker.worker_id for worker in workers]
         self._occupied = [worker.occupied or worker.occupy() for worker in workers]
+        crowd = sorted([one.num_prefilling + one.num_decoding for one in self._occupied])[(len(workers) - 1) // 2]
+        self._placement = Placement(request.num_prompt_tokens, request.num_sequences, expected, request.churn, crowd)
         cached = request.cached_tokens
         self._cached = [cached.get(worker_id, 0) for worker_id in self._ids] if cached else [0] * len(workers)
         self.totals = totals(weights, self._occupied, self._placement, self._cached)
@@ -72,7 +73,7 @@ class _Quote:
         if spread < _LEAST_SPREAD:
             return best
         parts = self._price(best)
-        limit = least + spread * (parts.first_token + parts.stall + parts.worker_time)
+        limit = least + spread * (parts.first_token + parts.successors + parts.stall + parts.worker_time)
         equals = [i for i, total in enumerate(self.totals) if total <= limit]
         return min(equals, key=lambda i: (-self._cached[i], workers[i].sent_tokens))
 

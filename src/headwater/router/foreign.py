@@ -51,4 +51,7 @@ class Both:
         self.num_prefilling = own.num_prefilling + foreign.num_prefilling
         self.num_decoding = own.num_decoding + foreign.num_decoding
         self.booked_context_tokens = own.booked_context_tokens + foreign.context_tokens
+        # Others do not say how much was cached of what they have; taken to be as much as of our own.
+        new_share = own.booked_kv_tokens / own.booked_context_tokens if own.booked_context_tokens else 1.0
+        self.booked_kv_tokens = own.booked_kv_tokens + int(new_share * foreign.context_tokens)
         self.speed_factor = own.speed_factor

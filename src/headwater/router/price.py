@@ -4,22 +4,23 @@ For a request with u prompt tokens to compute on a worker that has B booked ones
 and n decoding over K tokens of context, with T and d the predicted prefill and decode-step times, D = T(B+u) - T(B) and
 N the expected output length:
 
-    first token   T(B+u) + chunks x d                    the steps before the first token
-    own decode    N x d after                            the steps after it
-    stall         D x (decoding share x n + q)           those who run or wait here stand still meanwhile
+    first token   T(B+u) + chunks x d              the steps before the first token
+    own decode    N x d after                      the steps after it
+    successors    prefills of q + n                sequences leave and others come: while this one decodes, it stands
+                                                   still for as many prefills as there are sequences now
+    stall         D x (n + q)                      those who run or wait here stand still meanwhile
     slow-down     (d after - d before) x N x (n/2 + q)   and decode slower afterwards, for half their rest
-    worker time   D                                      a shadow price: time and cache this takes from later ones
+    worker time   D                                a shadow price: time and cache this takes from later ones, the
+                                                   dearer the more sequences run and the fuller caches are
     home          a small discount where the prefix is at home, so that cold prefixes always fall the same way
 
 Each part has a weight; a `Profile` is a set of weights. What all workers share does not decide, so common errors of
-the time model cancel. The weights were chosen on two public traces at 8 workers; on loads that share most of their
-prompts (the mixes `agents` and `rag` of the simulator) other rules are up to a tenth faster end to end. The price of
-worker time grows with churn: what a new block displaces is worth something only when caches are full.
+the time model cancel.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol, Self
 
 from headwater.errors import ConfigError
@@ -28,26 +29,50 @@ from headwater.perf.prior import USUAL
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Weights of the parts of a price."""
+    """Weights of the parts of a price; that of the first token is 1."""
 
     own_decode: float
+    successors: float
     stall: float
-    stall_decoding_share: float
+    """Of those who wait for their first token, ..."""
+    stall_decoding: float
+    """... and of those who decode."""
     slow_down: float
     worker_time: float
-    """Of a ms of added prefill while caches have room, ..."""
+    """Of a ms of added prefill on idle workers whose caches have room, ..."""
+    crowd_time: float
+    """... what each sequence of a typical worker adds to it, ..."""
     churn_time: float
     """... and what is added to it when every new block displaces another."""
-    home_share: float = 0.1
+    home_share: float
     """Of the prefill time of a cold prompt, at most `home_ms`."""
-    home_ms: float = 30.0
+    home_ms: float
 
 
 END_TO_END = Profile(
-    own_decode=0.5, stall=0.4, stall_decoding_share=0.15, slow_down=0.5, worker_time=1.0, churn_time=5.0
+    own_decode=0.25,
+    successors=0.4,
+    stall=0.4,
+    stall_decoding=0.35,
+    slow_down=0.25,
+    worker_time=1.0,
+    crowd_time=0.2,
+    churn_time=1.75,
+    home_share=0.05,
+    home_ms=15.0,
 )
+"""A ms before the first token counts as two after it."""
 FIRST_TOKEN = Profile(
-    own_decode=0.0, stall=0.25, stall_decoding_share=0.3, slow_down=0.0, worker_time=0.5, churn_time=1.5
+    own_decode=0.0,
+    successors=0.0,
+    stall=0.25,
+    stall_decoding=0.075,
+    slow_down=0.0,
+    worker_time=0.5,
+    crowd_time=0.0,
+    churn_time=1.5,
+    home_share=0.1,
+    home_ms=30.0,
 )
 
 
@@ -55,18 +80,9 @@ def profile(decode_share: float) -> Profile:
     """Between `FIRST_TOKEN` (0) and `END_TO_END` (1): how much the time after the first token matters."""
     if not 0.0 <= decode_share <= 1.0:
         raise ConfigError(f"the share of decode time in the objective is {decode_share}: from 0 to 1")
-
-    def mix(first: float, whole: float) -> float:
-        return first + decode_share * (whole - first)
-
-    return Profile(
-        own_decode=mix(FIRST_TOKEN.own_decode, END_TO_END.own_decode),
-        stall=mix(FIRST_TOKEN.stall, END_TO_END.stall),
-        stall_decoding_share=mix(FIRST_TOKEN.stall_decoding_share, END_TO_END.stall_decoding_share),
-        slow_down=mix(FIRST_TOKEN.slow_down, END_TO_END.slow_down),
-        worker_time=mix(FIRST_TOKEN.worker_time, END_TO_END.worker_time),
-        churn_time=mix(FIRST_TOKEN.churn_time, END_TO_END.churn_time),
-    )
+    names = [field.name for field in fields(Profile)]
+    ends = [(getattr(FIRST_TOKEN, name), getattr(END_TO_END, name)) for name in names]
+    return Profile(*[first + decode_share * (whole - first) for first, whole in ends])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +113,10 @@ class StepCosts:
             return 0.0
         steps = math.ceil(tokens / self.chunk_tokens)
         return steps * self.prefill_step_ms + self.prefill_token_ms * tokens + self.prefill_pair_ms * pairs
+
+    def prefills_ms(self, prompts: int, tokens: int) -> float:
+        """Time of so many prefills of so many tokens together, but for what grows with context."""
+        return self.prefill_step_ms * prompts + self.prefill_token_ms * tokens
 
     def decode_ms(self, sequences: float, context_tokens: float) -> float:
         return self.decode_step_ms + self.decode_sequence_ms * sequences + self.decode_context_token_ms * context_tokens
@@ -129,6 +149,11 @@ class Occupied(Protocol):
     def booked_context_tokens(self) -> int: ...
 
     @property
+    def booked_kv_tokens(self) -> int:
+        """Prompt tokens of the sequences that have not ended, less what was cached of each when it came."""
+        ...
+
+    @property
     def speed_factor(self) -> float:
         """How much slower than its class; applied to its own queue only."""
         ...
@@ -143,11 +168,14 @@ class Occupancy(NamedTuple):
     num_prefilling: int
     num_decoding: int
     booked_context_tokens: int
+    booked_kv_tokens: int
     speed_factor: float
     backlog_ms: float
     """Time of the booked prefill."""
     step_ms: float
     """Time of a decode step with all its sequences in it."""
+    successors_ms: float
+    """Time of one prefill for each sequence, like its own."""
 
     @classmethod
     def of(cls, costs: StepCosts, worker: Occupied) -> "Occupancy":
@@ -160,9 +188,11 @@ class Occupancy(NamedTuple):
             prefilling,
             decoding,
             context,
+            worker.booked_kv_tokens,
             worker.speed_factor,
             costs.prefill_ms(tokens, pairs),
             costs.decode_ms(prefilling + decoding, context),
+            costs.prefills_ms(prefilling + decoding, worker.booked_kv_tokens),
         )
 
 
@@ -174,6 +204,8 @@ class Placement(NamedTuple):
     expected_output_tokens: float
     churn: float
     """Blocks displaced per block stored, lately."""
+    crowd: int
+    """Sequences of the worker in the middle."""
 
 
 class Price(NamedTuple):
@@ -181,6 +213,7 @@ class Price(NamedTuple):
 
     first_token: float
     own_decode: float
+    successors: float
     stall: float
     slow_down: float
     worker_time: float
@@ -193,7 +226,7 @@ def prefill_pairs(new_tokens: int, cached_tokens: int) -> float:
 
 def price(costs: StepCosts, weights: Profile, worker: Occupied, placement: Placement, cached_tokens: int) -> Price:
     """The price of one placement, away from home."""
-    prompt_tokens, num_sequences, rest, churn = placement
+    prompt_tokens, num_sequences, rest, churn, crowd = placement
     new_tokens = prompt_tokens - cached_tokens
     backlog_tokens, backlog_pairs = worker.booked_prefill_tokens, worker.booked_prefill_pairs
     prefilling, decoding = worker.num_prefilling, worker.num_decoding
@@ -210,9 +243,10 @@ def price(costs: StepCosts, weights: Profile, worker: Occupied, placement: Place
     return Price(
         first_token_ms,
         weights.own_decode * rest * (before_ms + slower_ms),
-        weights.stall * added_ms * (weights.stall_decoding_share * decoding + prefilling),
+        weights.successors * costs.prefills_ms(prefilling + decoding, worker.booked_kv_tokens),
+        added_ms * (weights.stall_decoding * decoding + weights.stall * prefilling),
         weights.slow_down * slower_ms * (rest / 2) * (decoding / 2 + prefilling),
-        (weights.worker_time + weights.churn_time * churn) * added_ms,
+        (weights.worker_time + weights.churn_time * churn + weights.crowd_time * crowd) * added_ms,
     )
 
 
@@ -220,14 +254,15 @@ def totals(
     weights: Profile, workers: Sequence[Occupancy], placement: Placement, cached_tokens: Sequence[int]
 ) -> list[float]:
     """`sum(price(...))` for each worker, but for rounding: one loop, as every request pays it for every worker."""
-    prompt_tokens, num_sequences, rest, churn = placement
-    decode_weight, stall_weight, share = weights.own_decode * rest, weights.stall, weights.stall_decoding_share
+    prompt_tokens, num_sequences, rest, churn, crowd = placement
+    decode_weight, successor_weight = weights.own_decode * rest, weights.successors
+    stall_weight, stall_decoding_weight = weights.stall, weights.stall_decoding
     slow_weight, half_rest = weights.slow_down, rest / 2
-    time_weight = weights.worker_time + weights.churn_time * churn
+    time_weight = weights.worker_time + weights.churn_time * churn + weights.crowd_time * crowd
     cold_pairs = prefill_pairs(prompt_tokens, 0)
     known = None
     found: list[float] = []
-    for (costs, tokens, pairs, prefilling, decoding, _, speed, backlog_ms, step_ms), cached in zip(
+    for (costs, tokens, pairs, prefilling, decoding, _, _, speed, backlog_ms, step_ms, successors_ms), cached in zip(
         workers, cached_tokens, strict=True
     ):
         if costs is not known:
@@ -244,9 +279,10 @@ def totals(
             first_ms += (speed - 1.0) * backlog_ms
         total = decode_weight * (step_ms + slower_ms) + time_weight * added_ms
         if prefilling or decoding:
+            first_ms += step_ms * chunks
             total += (
-                step_ms * chunks
-                + stall_weight * added_ms * (share * decoding + prefilling)
+                successor_weight * successors_ms
+                + added_ms * (stall_decoding_weight * decoding + stall_weight * prefilling)
                 + slow_weight * slower_ms * half_rest * (decoding / 2 + prefilling)
             )
         found.append(first_ms + total)
