@@ -20,8 +20,10 @@ _STEP_LIMIT = 1.3
 _TOTAL_LIMIT = 4.0
 _QUANTILE = 0.25
 _QUEUED = 0.4
-"""Of the time to the first token: with more waiting than that, times say more of the queue, and of how it began, than
-of steps; so do times per token where workers prefill beside."""
+"""Of the time to the first token: with more waiting than that, it says more of the queue, and of how it began, than of
+steps."""
+_STALLED = 0.25
+"""Of the time after the first token: with more standing still for prefills than that, it says little of decoding."""
 _JUDGED_MS = 60_000.0
 """The newest requests of a replay count: those before them bring the cluster where it was."""
 _PREFILL_PART, _PREFILL_DEAD_ZONE = 0.2, 0.08
@@ -78,11 +80,12 @@ def corrected(
     first = _ratio(_low([seen[n].ttft_ms for n in numbers]), _low([outcomes.ttft_ms[n] for n in numbers]))
     later = _ratio(sum([seen[n].tpot_ms for n in numbers]), sum([outcomes.tpot_ms[n] for n in numbers]))
     queued = sum([outcomes.queued_ms[n] for n in numbers]) > _QUEUED * sum([outcomes.ttft_ms[n] for n in numbers])
-    mixed = not all(outcomes.remote[n] for n in numbers)
+    decoding_ms = sum([outcomes.e2e_ms[n] - outcomes.ttft_ms[n] for n in numbers])
+    mixed = outcomes.stalled_ms * len(numbers) / len(jobs) > _STALLED * decoding_ms
     return Correction(
         correction.prefill if queued else _moved(correction.prefill, first, _PREFILL_PART, _PREFILL_DEAD_ZONE),
-        correction.decode if queued and mixed else _moved(correction.decode, later, _DECODE_PART, _DECODE_DEAD_ZONE),
-        0.0 if queued and mixed else abs(later - 1),
+        correction.decode if mixed else _moved(correction.decode, later, _DECODE_PART, _DECODE_DEAD_ZONE),
+        0.0 if mixed else abs(later - 1),
     )
 
 
