@@ -35,6 +35,7 @@ from headwater.logs import configure_logging
 from headwater.protocol.cluster import Instance
 from headwater.runtime.endpoints import is_loopback
 from headwater.runtime.registry.open import open_registry
+from headwater.tiers.node import node_options
 from headwater.worker.roles import num_workers
 
 _log = logging.getLogger("headwater.serve")
@@ -103,6 +104,7 @@ def placed(config: ServeConfig, port: int, folder: ClusterFolder) -> ServeConfig
     key = config.frontend.operator_key or secrets.token_urlsafe(32)
     url = base_url(config.frontend.host, port, tls=bool(cert))
     config = msgspec.structs.replace(config, workers=len(config.engine.attach) or num_workers(config))
+    node_options(config.kv)
     folder.publish(ClusterRecord(pid=os.getpid(), url=url, registry=registry, started=time.time(), key=key, cert=cert))
     return msgspec.structs.replace(
         config,

@@ -192,6 +192,26 @@ class DisaggConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_checksums: Annotated[bool, _doc("Check every KV block that was moved; costs 0.15 CPU s per GB.")] = False
 
 
+class KvConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """KV blocks kept outside engines: one store per node, for all its workers."""
+
+    kv_host: Annotated[Bytes, _doc("Memory for KV blocks, shared by the workers of this node; 0: none.")] = 0
+    kv_disk: Annotated[str | None, _doc("Disk for KV blocks, as /folder:50GiB.")] = None
+    kv_object: Annotated[str | None, _doc("Object store for KV blocks, as s3://bucket/prefix?cap=1TiB.")] = None
+    kv_policy: Annotated[Literal["lru", "s3fifo", "cost"], _doc("Which KV blocks go first.")] = "lru"
+    kv_admission: Annotated[
+        Literal["second-use", "all"], _doc("Which KV blocks go to disk and object store: those used twice, or all.")
+    ] = "second-use"
+    kv_socket: Annotated[
+        str | None, _doc("Where the store listens; without a size: one that runs already (headwater kv serve).")
+    ] = None
+
+    @property
+    def own_store(self) -> bool:
+        """Whether the graph runs a store of its own."""
+        return bool(self.kv_host or self.kv_disk or self.kv_object)
+
+
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole graph that `headwater serve` runs."""
 
@@ -201,6 +221,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runtime: RuntimeConfig = RuntimeConfig()
     faults: FaultsConfig = FaultsConfig()
     disaggregation: DisaggConfig = DisaggConfig()
+    kv: KvConfig = KvConfig()
     workers: Annotated[Positive, _doc("Worker processes.")] = 1
     prefill: Annotated[Count, _doc("Workers that only prefill; with --decode, instead of --workers.")] = 0
     decode: Annotated[Count, _doc("Workers that decode, and prefill what does not go to prefill workers.")] = 0

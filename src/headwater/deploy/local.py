@@ -259,6 +259,8 @@ class LocalSupervisor:
 def parts_of(config: ServeConfig) -> list[Part]:
     """Frontends first: they are up in a moment and can say that the rest is still loading."""
     frontends = [Part("frontend", index) for index in range(config.frontends)]
+    if config.kv.own_store:
+        frontends.append(Part("store", 0))
     return [*frontends, *(Part("worker", index) for index in range(config.workers))]
 
 

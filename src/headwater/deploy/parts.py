@@ -28,7 +28,17 @@ def worker_part(config: ServeConfig, seat: Seat, reporter: Reporter) -> int:
     return worker_main(config, worker_index=seat.index, num_workers=config.workers, progress=reporter.progress)
 
 
-PARTS = {"frontend": frontend_part, "worker": worker_part}
+def store_part(config: ServeConfig, seat: Seat, reporter: Reporter) -> int:
+    from headwater.kv.node.open import serve_store
+    from headwater.tiers.node import node_options, store_socket
+
+    path = store_socket(config.kv)
+    assert path is not None, "a store without an address"
+    uvloop.run(serve_store(node_options(config.kv), path, lambda: reporter.progress(Progress(READY, detail=str(path)))))
+    return 0
+
+
+PARTS = {"frontend": frontend_part, "store": store_part, "worker": worker_part}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], PARTS))

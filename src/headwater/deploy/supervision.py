@@ -9,7 +9,8 @@
 A rolling restart (`restart`) replaces one process after the other. A worker leaves, its streams end or go on at the
 others, then its successor starts. A frontend's successor starts first, on the same listening socket; when it is ready
 the old one stops accepting and ends what it has begun. A successor is another part with the same index. When one cannot
-be started the rest stays as it is.
+be started the rest stays as it is. The KV store of the node stays in a rolling restart, leaves with the workers, and is
+the one kind that the rest goes on without.
 
 Invariants, checked by `check()`: at most one live process per part; after `stop` nothing is started; `Finish` comes
 exactly once and only when nothing is alive. A process that fails with `PERMANENT_EXIT` before it was ever ready is not
@@ -24,7 +25,7 @@ from typing import Literal
 
 from headwater.deploy.restarts import RestartLimits, RestartPolicy
 
-Kind = Literal["frontend", "worker"]
+Kind = Literal["frontend", "store", "worker"]
 
 PERMANENT_EXIT = 2
 """Exit code of a process whose configuration or model cannot work."""
@@ -246,7 +247,8 @@ class Supervision:
         """Replace what runs, workers first. Nothing while that is under way already, or all is being stopped."""
         if self._roll is not None or self._ending is not None:
             return []
-        ready = [part for part, state in self._states.items() if state.status == "ready"]
+        replaceable = [part for part in self._states if part.kind != "store"]
+        ready = [part for part in replaceable if self._states[part].status == "ready"]
         self._roll = _Roll(deque(sorted(ready, key=lambda part: (part.kind == "frontend", part.index))))
         return self._roll_on(now)
 
@@ -363,7 +365,8 @@ class Supervision:
         if state.policy.failures > self.limits.restarts.max_restarts:
             reason = f"{reason} (failed {state.policy.failures} times in a row)"
         actions: list[Action] = [*rolled, GaveUp(part, reason)]
-        if all(other.status == "given_up" for same, other in self._states.items() if same.kind == part.kind):
+        alike = [other for same, other in self._states.items() if same.kind == part.kind]
+        if part.kind != "store" and all(other.status == "given_up" for other in alike):
             final = PERMANENT_EXIT if code == PERMANENT_EXIT else FAILED_EXIT
             return [*actions, *self.stop(now, final, f"no {part.kind} is left; {part}: {reason}")]
         return [*actions, *self._announce()]
@@ -379,7 +382,8 @@ class Supervision:
             return [Finish(ending.code, ending.reason)]
         if not ending.workers_too and all(part.kind != "frontend" for part in alive):
             ending.workers_too = True
-            return self._terminate("worker", now + self.limits.exit_grace_s)
+            leave_by = now + self.limits.exit_grace_s
+            return [*self._terminate("worker", leave_by), *self._terminate("store", leave_by)]
         return []
 
     def _terminate(self, kind: Kind, kill_at: float) -> list[Action]:

@@ -184,6 +184,9 @@ class CoreEngine:
             self._forget_prepared([stream])
         self._note_open()
 
+    def num_resident(self, block_ids: bytes) -> int:
+        return self._resident.num_leading(block_ids)
+
     def call_soon(self, work: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is gone
             self._event_loop.call_soon_threadsafe(work)

@@ -42,6 +42,8 @@ class PortOwner(Protocol):
         """On the event loop, from the core."""
         ...
 
+    def num_resident(self, block_ids: bytes) -> int: ...
+
 
 class CorePort:
     """Implements `KvPort`."""
@@ -52,6 +54,9 @@ class CorePort:
         self._loaders: dict[int, KvLoader] = {}
         self._readers: dict[int, KvReader] = {}
         self._watchers: list[KvWatcher] = []
+
+    def num_resident(self, block_ids: bytes) -> int:
+        return self._owner.num_resident(block_ids)
 
     # ---- loading
 

@@ -204,6 +204,10 @@ def _handoffs(name: str) -> _Read:
     return lambda worker: float(getattr(worker.load.handoffs, name)) if worker.load and worker.load.handoffs else 0.0
 
 
+def _store(name: str) -> _Read:
+    return lambda worker: float(getattr(worker.load.store, name)) if worker.load and worker.load.store else 0.0
+
+
 _WORKER_GAUGES: tuple[tuple[str, str, _Read], ...] = (
     ("num_requests_running", "Sequences running.", _report("num_running")),
     ("num_requests_waiting", "Sequences waiting.", _report("num_waiting")),
@@ -220,6 +224,10 @@ _WORKER_COUNTERS: tuple[tuple[str, str, _Read], ...] = (
     ("handoffs", "Prompts computed by another worker.", _handoffs("done")),
     ("handoff_fallbacks", "Prompts that another worker did not deliver.", _handoffs("fell_back")),
     ("handoff_blocks", "KV blocks read from other workers.", _handoffs("blocks_moved")),
+    ("store_blocks_loaded", "KV blocks loaded from the node's store.", _store("loaded")),
+    ("store_blocks_stored", "KV blocks put into the node's store.", _store("stored")),
+    ("store_blocks_dropped", "KV blocks not offered to the store: too much was under way.", _store("dropped")),
+    ("store_loads_short", "Requests of which fewer blocks came than were expected.", _store("short")),
 )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from headwater.errors import InternalError
 from headwater.kv.identity import split_block_ids
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored
+from headwater.types import BLOCK_ID_BYTES
 
 
 class ResidentBlocks:
@@ -22,6 +23,17 @@ class ResidentBlocks:
 
     def __contains__(self, block_id: bytes) -> bool:
         return block_id in self._parents
+
+    def num_leading(self, joined: bytes) -> int:
+        """How many blocks of a chain, from its start, are there: none is there without the one before it."""
+        low, high = 0, len(joined) // BLOCK_ID_BYTES
+        while low < high:
+            middle = (low + high + 1) // 2
+            if joined[(middle - 1) * BLOCK_ID_BYTES : middle * BLOCK_ID_BYTES] in self._parents:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def apply(self, event: BlocksStored | BlocksRemoved | BlocksCleared) -> None:
         match event:

@@ -67,6 +67,17 @@ class HandoffCounts(msgspec.Struct, frozen=True, array_like=True):
     """KV blocks offered to others."""
 
 
+class StoreCounts(msgspec.Struct, frozen=True, array_like=True):
+    """KV blocks between this worker and its node's store, since it started."""
+
+    loaded: int
+    short: int
+    """Requests of which fewer blocks came than were expected."""
+    stored: int
+    dropped: int
+    """Not offered, because too much was under way."""
+
+
 class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):
     """State of one engine after a step. Idle engines repeat it about once a second as a heartbeat."""
 
@@ -93,6 +104,8 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):
     """Not of running sequences: read or written by others for a moment more."""
     handoffs: HandoffCounts | None = None
     """None at a worker that never had any."""
+    store: StoreCounts | None = None
+    """None at a worker without a store."""
     turns: int = 0
     """Reports made by the engine's own loop: a number that stands still tells of a loop that is stuck."""
 

@@ -116,7 +116,7 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     expected_cached_tokens: int = 0
     """Of the prompt, as whoever chose the worker expects."""
     tenant: str = ""
-    """To whose account its blocks go in the cache tiers: a tenant, or a group of tenants that share; empty: nobody's."""
+    """To whose account its blocks go in the cache tiers: a tenant, or a group that shares; empty: nobody's."""
     kv_share: float = 1.0
     """The most of a tier that this account may fill while others want room."""
     relay: RelayedRequest | None = None

@@ -21,6 +21,7 @@ from headwater.engines.registry import create_engine
 from headwater.errors import ConfigError
 from headwater.runtime.planes import open_planes
 from headwater.runtime.registry.open import open_registry
+from headwater.tiers.node import store_socket
 from headwater.worker.roles import role_of, transfer_options
 from headwater.worker.shell import ShellConfig, WorkerShell
 
@@ -102,6 +103,7 @@ def _shell_config(config: ServeConfig, worker_index: int) -> ShellConfig:
         adaptive=adaptive,
         drain_timeout_s=config.runtime.drain_timeout,
         transfer=transfer_options(config),
+        kv_socket=store_socket(config.kv),
     )
 
 

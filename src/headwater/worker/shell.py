@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput
 from headwater.runtime.planes import Planes
 from headwater.runtime.registry.base import Lease, Registry
 from headwater.runtime.requests.base import WorkerLink
+from headwater.tiers.service import KvTiers
 from headwater.transfer.options import AgentOptions
 from headwater.types import Role
 from headwater.worker.artifacts import ArtifactStore
@@ -68,6 +70,8 @@ class ShellConfig:
     drain_timeout_s: float = 30.0
     transfer: AgentOptions = field(default_factory=AgentOptions)
     """How KV blocks move to and from other workers."""
+    kv_socket: Path | None = None
+    """Where this node's KV store listens; None: there is none."""
 
 
 class WorkerShell:
@@ -86,6 +90,9 @@ class WorkerShell:
         self._artifacts = ArtifactStore([], {})
         self._lease: Lease | None = None
         self._handoffs: Handoffs | None = None
+        self._tiers = (
+            KvTiers(engine, config.kv_socket, config.worker_id, self._publisher.publish) if config.kv_socket else None
+        )
         self._role_change: asyncio.Task[None] | None = None
         self._refusing: HeadwaterError | None = Unavailable("this worker is still loading its model")
         self._stopping = asyncio.Event()
@@ -112,6 +119,8 @@ class WorkerShell:
         self._handoffs = Handoffs(
             self._engine, info.card, self._config.worker_id, self._open_link, self._listener.send, self._config.transfer
         )
+        if self._tiers is not None:
+            await self._tiers.start(info)
         await self._engine.set_role(self._config.role)
         self._instance = _ready(instance, info)
         self._refusing = self._failure
@@ -165,6 +174,8 @@ class WorkerShell:
             with contextlib.suppress(TimeoutError, HeadwaterError):
                 await asyncio.wait_for(self._lease.release(), RELEASE_TIMEOUT_S)
         try:
+            if self._tiers is not None:
+                await self._tiers.close()
             await self._engine.close()
         finally:
             self._end_open(self._refusing)
@@ -264,7 +275,7 @@ class WorkerShell:
             if _log.isEnabledFor(logging.DEBUG):
                 for request in accepted:
                     _log.debug("accepted", extra={"request_id": request.request_id, "stream": request.stream})
-            plain = [request for request in accepted if not self._exchanges(request)]
+            plain = [request for request in accepted if not self._in_store(request) and not self._exchanges(request)]
             if plain:
                 self._engine.submit(plain)
             self._tell_shares()
@@ -296,6 +307,10 @@ class WorkerShell:
         """Whether a request goes to the engine by another way, because of its KV blocks."""
         return request.export is not None or (self._handoffs is not None and self._handoffs.load(request))
 
+    def _in_store(self, request: EngineRequest) -> bool:
+        """Whether a request goes to the engine once blocks of it that the store may have were looked for."""
+        return self._tiers is not None and self._tiers.take(request)
+
     def _release(self, peer: bytes, streams: list[int]) -> None:
         """Exported sequences whose blocks the peer does not read any more."""
         handles = self._streams.take(peer, streams)
@@ -322,6 +337,8 @@ class WorkerShell:
 
     def _abort(self, handles: Sequence[int]) -> None:
         if handles:
+            if self._tiers is not None:
+                self._tiers.abort(handles)
             self._engine.abort(handles)
             self._shares.closed(handles)
             self._tell_shares()
@@ -338,6 +355,8 @@ class WorkerShell:
             report = msgspec.structs.replace(report, frontends=self._shares.loads(self._name_of))
         if self._handoffs is not None and (counts := self._handoffs.counts()) is not None:
             report = msgspec.structs.replace(report, handoffs=counts)
+        if self._tiers is not None:
+            report = msgspec.structs.replace(report, store=self._tiers.counts())
         self._publisher.publish([report])
 
     def _end_open(self, error: HeadwaterError) -> None:
@@ -348,12 +367,15 @@ class WorkerShell:
 
     def _snapshot(self) -> list[WorkerEvent]:
         """Everything a frontend needs to know that joins now."""
-        return [*self._engine.resident_blocks(), *self._load.recall()]
+        tiers = self._tiers.snapshot() if self._tiers is not None else []
+        return [*self._engine.resident_blocks(), *tiers, *self._load.recall()]
 
     # EngineListener
 
     def on_step(self, outputs: list[SequenceOutput]) -> None:
         self._shares.stepped(outputs)
+        if self._tiers is not None:
+            self._tiers.stepped(outputs)
         for peer, routed in self._streams.route(outputs).items():
             self._listener.send(peer, StepFrame(routed))
 
@@ -362,6 +384,8 @@ class WorkerShell:
         for event in events:
             if isinstance(event, LoadReport):
                 self._load.offer(event)
+                if self._tiers is not None:
+                    self._tiers.observe(event)
             else:
                 others.append(event)
         self._publisher.publish(others)

@@ -1,0 +1,32 @@
+"""The store that a graph runs for its node, from its configuration."""
+
+from pathlib import Path
+
+from headwater.config.schema import KvConfig
+from headwater.kv.node.open import NodeOptions, default_socket, parse_disk
+from headwater.kv.stores.disk import DiskOptions
+from headwater.kv.stores.host import TierOptions
+
+_LEAST_HOST_BYTES = 1 << 30
+"""What comes from lower tiers passes through the host tier."""
+
+
+def store_socket(config: KvConfig) -> Path | None:
+    """Where this node's store listens; None when there is none."""
+    if config.kv_socket is not None:
+        return Path(config.kv_socket).expanduser()
+    return default_socket() if config.own_store else None
+
+
+def node_options(config: KvConfig) -> NodeOptions:
+    """Raises `ConfigError`."""
+    disk = None
+    if config.kv_disk is not None:
+        folder, size = parse_disk(config.kv_disk)
+        disk = DiskOptions(folder, TierOptions(size, config.kv_policy))
+    return NodeOptions(
+        host=TierOptions(config.kv_host or _LEAST_HOST_BYTES, config.kv_policy),
+        disk=disk,
+        object_url=config.kv_object or "",
+        admission=config.kv_admission,
+    )

@@ -1,0 +1,145 @@
+"""The store of its node, as one worker uses it: made when its engine has started."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from headwater.engines.base import Engine, EngineInfo
+from headwater.kv.block import Family
+from headwater.kv.node.client import StoreClient
+from headwater.kv.pricing import ComputeRate
+from headwater.kv.resident import ResidentBlocks
+from headwater.perf.model import StepModel, StepShape
+from headwater.protocol.events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    LoadReport,
+    StoreCounts,
+    WorkerEvent,
+)
+from headwater.protocol.request import EngineRequest, SequenceOutput
+from headwater.tiers.chains import Chains
+from headwater.tiers.offload import Offloader
+from headwater.tiers.onload import Onloader
+from headwater.types import Tier
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE_S = 2.0
+"""For a store that starts beside this worker."""
+_DESCRIBE_S = 10.0
+_MAX_DESCRIBED = 1024
+_TIERS: tuple[Tier, ...] = ("host", "disk", "peer", "object")
+
+TierEvent = BlocksStored | BlocksRemoved | BlocksCleared
+Publish = Callable[[list[WorkerEvent]], None]
+
+
+class KvTiers:
+    """Lives on the event loop of the engine. `publish` is told what is resident in the tiers of the node."""
+
+    def __init__(self, engine: Engine, path: Path, name: str, publish: Publish) -> None:
+        self._engine, self._publish = engine, publish
+        self._client = StoreClient(path, name, on_events=self._on_tier_events)
+        self._resident: dict[Tier, ResidentBlocks] = {tier: ResidentBlocks() for tier in _TIERS}
+        self._steps = StepModel()
+        self._steps.assume()
+        self._chunk_tokens = 1
+        self._described: dict[Family, float] = {}
+        self._describing: asyncio.Task[None] | None = None
+        self._chains: Chains | None = None
+        self._onloader: Onloader | None = None
+        self._offloader: Offloader | None = None
+
+    async def start(self, info: EngineInfo) -> None:
+        """Connect. Without a store, or with an engine that has nothing to give it, everything goes on as without."""
+        port = self._engine.kv
+        if port is None or port.blocks.view is None:
+            _log.warning("the KV store is not used: the %s engine gives no access to its KV memory", info.engine)
+            return
+        await self._client.start(patience_s=_PATIENCE_S)
+        if self._client.problem:
+            _log.warning("going on without a KV store until there is one: %s", self._client.problem)
+        self._chunk_tokens = max(1, info.max_num_batched_tokens)
+        self._chains = Chains(info.card, port.blocks.block_bytes)
+        self._onloader = Onloader(self._engine, port, self._client, self._prefill_ms)
+        self._offloader = Offloader(port, self._client, self._describe)
+
+    def take(self, request: EngineRequest) -> bool:
+        """To be told of every request. Whether it goes to the engine from here; else it is to go there as it would."""
+        if self._chains is None or self._onloader is None or self._offloader is None:
+            return False
+        blocks = self._chains.of(request)
+        self._offloader.opened(request.stream, blocks.chain)
+        return request.prefill is None and request.export is None and self._onloader.take(request, blocks)
+
+    def abort(self, streams: Sequence[int]) -> None:
+        if self._onloader is not None and self._offloader is not None:
+            self._onloader.abort(list(streams))
+            for stream in streams:
+                self._offloader.closed(stream)
+
+    def stepped(self, outputs: Sequence[SequenceOutput]) -> None:
+        if self._offloader is not None:
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self._offloader.closed(output.stream)
+
+    def observe(self, report: LoadReport) -> None:
+        """Step times: what computing costs here."""
+        for timing in report.timings:
+            shape = StepShape(
+                timing.num_prefill_tokens,
+                timing.num_prefill_context_tokens,
+                timing.num_decode_sequences,
+                timing.num_decode_context_tokens,
+            )
+            self._steps.observe(shape, timing.duration_ms)
+
+    def counts(self) -> StoreCounts | None:
+        onloader, offloader = self._onloader, self._offloader
+        if onloader is None or offloader is None:
+            return None
+        dropped = offloader.num_dropped + self._client.num_offers_dropped
+        return StoreCounts(onloader.num_blocks, onloader.num_short, offloader.num_blocks, dropped)
+
+    def snapshot(self) -> list[WorkerEvent]:
+        return [
+            msgspec.structs.replace(event, tier=tier)
+            for tier, resident in self._resident.items()
+            for event in resident.snapshot()
+        ]
+
+    async def close(self) -> None:
+        """To be called before the engine is closed: nothing touches its memory afterwards."""
+        for part in (self._onloader, self._offloader):
+            if part is not None:
+                await part.close()
+        if self._describing is not None:
+            self._describing.cancel()
+        await self._client.close()
+
+    def _prefill_ms(self, new_tokens: int, cached_tokens: int) -> float:
+        return self._steps.prefill_ms(new_tokens, cached_tokens, chunk_tokens=self._chunk_tokens)
+
+    def _describe(self, family: Family) -> None:
+        """Tell the store what its blocks save, now and then."""
+        now = asyncio.get_running_loop().time()
+        if now - self._described.get(family, -_DESCRIBE_S) < _DESCRIBE_S or self._chains is None:
+            return
+        if len(self._described) > _MAX_DESCRIBED:
+            self._described.clear()
+        self._described[family] = now
+        _, _, token_ms, pair_ms, *_ = self._steps.coefficients
+        rate = ComputeRate(token_ms, pair_ms, self._chains.block_tokens)
+        self._describing = asyncio.create_task(self._client.describe(family, rate))
+
+    def _on_tier_events(self, events: Sequence[TierEvent]) -> None:
+        for event in events:
+            for tier in _TIERS if event.tier is None else (event.tier,):
+                self._resident[tier].apply(event)
+        self._publish([*events])
