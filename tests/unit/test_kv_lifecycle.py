@@ -136,7 +136,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(["", "gold"]))
     def clear(self, tenant: str) -> None:
-        self.ledger.clear(tenant=tenant)
+        list(self.ledger.clear(tenant=tenant))
         for _, record in self.ledger.records():
             assert self.ledger.families[record.family].tenant != tenant
 

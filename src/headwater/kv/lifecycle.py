@@ -30,6 +30,8 @@ from headwater.kv.space import Space, slot_bytes_for
 from headwater.kv.table import BlockTable, Record
 from headwater.types import Tier
 
+_CLEAR_STEP = 1024
+
 
 class Refusal(Enum):
     """Why nothing was reserved for a block."""
@@ -228,14 +230,24 @@ class Ledger:
     def remove(self, ids: bytes) -> int:
         return sum(self.drop(slot) for slot in self.table.find_all(ids) if slot >= 0)
 
-    def clear(self, *, tenant: str | None = None, model: str | None = None) -> int:
-        """Also calls off what is being written: a block of a cleared tenant does not appear afterwards."""
+    def clear(self, *, tenant: str | None = None, model: str | None = None) -> Iterator[int]:
+        """Forget blocks, some at each step, so that others may be served between two; how many went in that step.
+
+        What is being written is called off at once: a block of a cleared tenant does not appear afterwards.
+        """
         meant = self.families.matching(tenant, model)
         for reservation in self._reservations.values():
             if reservation.family in meant:
                 self._strand(reservation)
-        doomed = [slot for slot, record in self.records() if record.family in meant]
-        return sum(self.drop(slot) for slot in doomed)
+        gone = 0
+        for number, (slot, record) in enumerate(self.records(), start=1):
+            family = self.families[record.family]
+            if tenant in (None, family.tenant) and model in (None, family.model):
+                gone += self.drop(slot)
+            if number % _CLEAR_STEP == 0:
+                yield gone
+                gone = 0
+        yield gone
 
     def drop_holder(self, holder: int) -> None:
         """The holder is gone, for certain: nothing writes or reads on its behalf any more."""

@@ -233,11 +233,17 @@ class BlockTable:
         index[hole] = 0
 
 
+def records_in(snapshot: bytes) -> Iterator[Record]:
+    """The committed blocks of a snapshot."""
+    for fields in _RECORD.iter_unpack(snapshot):
+        block_id, parent, checksum, offset, payload_bytes, position, stored_at_s, family, state = fields
+        if state == _COMMITTED:
+            yield Record(Block(block_id, parent, position, checksum), offset, payload_bytes, stored_at_s, family)
+
+
 def residents(snapshot: bytes) -> Iterator[tuple[bytes, bytes]]:
     """(id, parent) of the committed blocks of a snapshot."""
-    for block_id, parent, *_, state in _RECORD.iter_unpack(snapshot):
-        if state == _COMMITTED:
-            yield block_id, parent
+    return ((record.block.id, record.block.parent) for record in records_in(snapshot))
 
 
 def run_of(flags: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """What an operator asks of a node's store: listings, a check of every byte, warming the host tier after a restart."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from headwater.kv.block import Family
 from headwater.kv.lifecycle import Ledger
@@ -12,7 +12,7 @@ from headwater.kv.stores.base import Absent
 from headwater.kv.stores.disk import DiskTier
 from headwater.kv.stores.host import HostTier
 from headwater.kv.stores.quantized import bare, exact_family
-from headwater.kv.table import Record
+from headwater.kv.table import Record, records_in
 
 _BATCH = 16
 _WARM_TIMEOUT_S = 60.0
@@ -64,14 +64,17 @@ async def warm(store: NodeStore, max_bytes: int) -> int:
     space = store.host.ledger.space
     room = min(max_bytes, int(store.host.options.rules.low_watermark * space.num_bytes) - space.used_bytes)
     before = store.host.ledger.table.num_blocks
-    for run in _newest_runs(disk.ledger, room):
+    families = [disk.ledger.families[number] for number in range(len(disk.ledger.families))]
+    # A large table takes seconds to sort: not on the event loop.
+    runs = await asyncio.to_thread(_newest_runs, disk.ledger.table.snapshot(), families, room)
+    for run in runs:
         await store.fetch(run, Priority.BACKGROUND, _WARM_TIMEOUT_S)
     return max(0, store.host.ledger.table.num_blocks - before)
 
 
-def _newest_runs(ledger: Ledger, room: int) -> Iterator[Piece]:
+def _newest_runs(snapshot: bytes, families: Sequence[Family], room: int) -> list[Piece]:
     """The newest blocks that fit into `room` bytes, joined into chains."""
-    newest = sorted((record for _, record in ledger.records()), key=lambda record: -record.stored_at_s)
+    newest = sorted(records_in(snapshot), key=lambda record: -record.stored_at_s)
     chosen: dict[bytes, Record] = {}
     for record in newest:
         room -= record.payload_bytes
@@ -80,13 +83,19 @@ def _newest_runs(ledger: Ledger, room: int) -> Iterator[Piece]:
         chosen[record.block.id] = record
     after = {record.block.parent: record for record in chosen.values()}
     joined: set[bytes] = set()
+    runs: list[Piece] = []
     for record in sorted(chosen.values(), key=lambda record: record.block.position):
         if record.block.id in joined:
             continue
         run = [record]
-        while (following := after.get(run[-1].block.id)) and following.family == record.family:
+        while (following := after.get(run[-1].block.id)) and _follows(following, run[-1]):
             run.append(following)
         joined.update(one.block.id for one in run)
         ids = b"".join(one.block.id for one in run)
-        family = exact_family(ledger.families[record.family])
-        yield Piece(family, ids, record.block.position, record.block.parent)
+        runs.append(Piece(exact_family(families[record.family]), ids, record.block.position, record.block.parent))
+    return runs
+
+
+def _follows(record: Record, before: Record) -> bool:
+    """Positions are compared too: on a damaged disk a block may name itself as its parent."""
+    return record.family == before.family and record.block.position == before.block.position + 1

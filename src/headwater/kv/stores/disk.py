@@ -22,7 +22,7 @@ from headwater.kv.space import Space
 from headwater.kv.stores.base import Absent, Kept, TierEvent, TierUsage
 from headwater.kv.stores.disk_files import DiskFiles
 from headwater.kv.stores.disk_io import DiskIo, Outcome, Piece
-from headwater.kv.stores.host import KEPT, BlockWorth, TierOptions, equal_worth, make_ledger, usage_of
+from headwater.kv.stores.host import KEPT, BlockWorth, TierOptions, equal_worth, in_steps, make_ledger, usage_of
 from headwater.kv.table import RECORD_BYTES, BlockTable, index_bytes, residents
 from headwater.types import Tier
 
@@ -97,7 +97,7 @@ class DiskTier:
 
     async def clear(self, *, tenant: str | None = None, model: str | None = None) -> int:
         self._check_open()
-        return self.ledger.clear(tenant=tenant, model=model)
+        return await in_steps(self.ledger.clear(tenant=tenant, model=model))
 
     def usage(self) -> TierUsage:
         overhead = self._files.sizes.records_bytes
