@@ -67,9 +67,7 @@ class Router:
         """Predicted time to the first token there; None while step times are unknown."""
         if worker.costs is None:
             return None
-        placement = Placement(
-            request.num_prompt_tokens, request.num_sequences, request.expected_output_tokens, 0.0, 0.0
-        )
+        placement = Placement(request.num_prompt_tokens, request.num_sequences, 0.0, 0.0, 0)
         cached = request.cached_tokens.get(worker.worker_id, 0)
         occupied = worker.occupied or worker.occupy()
         return price(occupied.costs, self._unweighted, occupied, placement, cached).first_token
