@@ -29,9 +29,11 @@ from headwater.sim.page import Outcome, page
 from headwater.sim.report import COLUMNS, SimReport, cells
 from headwater.sim.run import Load, Routing, SimRun
 from headwater.sim.scenarios import SCENARIOS, Scenario
+from headwater.sim.tiers import TierConfig, TierSpec
 from headwater.sim.timing import Belief, DynamoPolynomial, FittedTimes, RooflineTimes, SiliconTimes, StepTimes
 
 _DEFAULT_BLOCKS = 16_384
+_TIER_HELP = "KV beside the engines' own, nearest first: host:512GiB@50GB/s, disk:8TiB@6GB/s+1ms, object:..."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--fitted", type=Path, metavar="FILE", help="step times learned by a real cluster (JSON)")
     cluster.add_argument("--num-kv-blocks", type=int, help="per worker; default: 16,384, or what the hardware holds")
     cluster.add_argument("--block-size", type=int, default=64)
+    cluster.add_argument("--kv-tier", action="append", default=[], metavar="TIER", help=_TIER_HELP)
+    cluster.add_argument("--workers-per-node", type=int, default=8, metavar="N", help="that share host and disk tier")
     cluster.add_argument("--max-num-seqs", type=int, default=256)
     cluster.add_argument("--max-num-batched-tokens", type=int, default=8192)
     router = parser.add_argument_group("router")
@@ -183,6 +187,7 @@ def _configs(args: argparse.Namespace, workers: int) -> Iterator[SimConfig]:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         conditions=_conditions(args),
+        tiers=_tiers(args),
     )
     for speed in args.speed or ([] if args.closed else [1.0]):
         if speed <= 0:
@@ -199,6 +204,14 @@ def _check_at_least_one(args: argparse.Namespace, workers: int) -> None:
             raise ConfigError(f"{flag} {value}: at least 1")
     if args.late >= workers:
         raise ConfigError(f"--late {args.late}: of {workers} workers one must be there from the start")
+
+
+def _tiers(args: argparse.Namespace) -> TierConfig:
+    """KV bytes are those of --model, over all its devices."""
+    if args.model not in MODELS:
+        raise ConfigError(f"no figures for the model {args.model!r}", hint=f"one of {', '.join(MODELS)}")
+    block_bytes = round(MODELS[args.model].kv_bytes_per_token * args.block_size)
+    return TierConfig(tuple(map(TierSpec.parse, args.kv_tier)), block_bytes, max(1, args.workers_per_node))
 
 
 def _conditions(args: argparse.Namespace) -> Conditions:

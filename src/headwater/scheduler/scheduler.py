@@ -34,6 +34,7 @@ from headwater.scheduler.meter import Meter
 from headwater.scheduler.outside import Export, FirstToken, LoadEnd
 from headwater.scheduler.plan import Sequence, Slice, StepPlan, StepResult
 from headwater.scheduler.roster import Roster
+from headwater.types import BLOCK_ID_BYTES
 
 _RESERVE_PART = 100
 """Admission keeps at least this part of the pool free, one in a hundred, ..."""
@@ -70,6 +71,10 @@ class Scheduler:
     @property
     def num_free_blocks(self) -> int:
         return self._roster.pool.num_free
+
+    def num_cached_blocks(self, block_ids: bytes) -> int:
+        """How many blocks of a chain, from its first on, are in the cache now."""
+        return len(self._roster.pool.match(block_ids, len(block_ids) // BLOCK_ID_BYTES).blocks)
 
     # ---- events in
 

@@ -17,9 +17,11 @@ from headwater.scheduler.limits import SchedulerLimits
 from headwater.sim.conditions import Conditions
 from headwater.sim.describe import MODEL, instance
 from headwater.sim.history import LoadHistory
+from headwater.sim.tiers import TierConfig, loaded_blocks, make_stores
 from headwater.sim.timing import StepTimes
 from headwater.sim.worker import SimWorker
 from headwater.sim.workload import SimRequest
+from headwater.types import Tier
 
 NO_QUEUE = QueueLimits(backlog_chunks=0)
 PATIENT_QUEUE = QueueLimits(max_waiting=1 << 30, max_wait_s=1e9)
@@ -47,6 +49,7 @@ class SimConfig:
     """Times faster than written."""
     queue: QueueLimits = NO_QUEUE
     conditions: Conditions = field(default_factory=Conditions)
+    tiers: TierConfig = field(default_factory=TierConfig)
 
     def limits(self) -> SchedulerLimits:
         return SchedulerLimits(
@@ -85,6 +88,8 @@ class SimResult:
     num_steps: int = 0
     num_refused: int = 0
     """By the router's queue."""
+    loaded_blocks: dict[Tier, int] = field(default_factory=dict[Tier, int])
+    """From tiers outside the engines."""
     history: LoadHistory = field(default_factory=LoadHistory)
 
 
@@ -121,14 +126,16 @@ class SimCluster:
         self._conditions = config.conditions
         self._view = ClusterView()
         self._queue = AdmissionQueue(Router(self._view, policy), config.queue)
+        self._stores = make_stores(config.tiers, config.num_workers, config.block_size)
         self._workers = [
-            SimWorker(f"w{number:04}", config.limits(), config.conditions.times(own, number, config.num_workers))
-            for number, own in enumerate(times)
+            SimWorker(f"w{number:04}", config.limits(), config.conditions.times(own, number, config.num_workers), store)
+            for number, (own, store) in enumerate(zip(times, self._stores, strict=True))
         ]
         self._last_report = [-1.0] * config.num_workers
         self._heap: list[tuple[float, int, int]] = []
         """(time, order, what): the worker whose step ends, `num_workers` for news and one more for a look at the
-        queue, -1 for an arrival, -2 - n for the joining of worker n."""
+        queue, from two more on for a load of worker n that is done, -1 for an arrival, -2 - n for the joining of
+        worker n."""
         self._order = 0
         self._news: deque[_News] = deque()
         self._arriving: deque[SimRequest] = deque()
@@ -164,6 +171,8 @@ class SimCluster:
                 self._learn(self._news.popleft(), now)
             elif what < 0:
                 self._join(-2 - what)
+            elif what > len(self._workers) + 1:
+                self._load_ends(what - len(self._workers) - 2, now)
             else:
                 self._ticking = False
                 self._pump(now)
@@ -176,6 +185,7 @@ class SimCluster:
             prefill_tokens=[worker.prefill_tokens for worker in self._workers],
             num_steps=sum(worker.num_steps for worker in self._workers),
             num_refused=self._num_refused,
+            loaded_blocks=loaded_blocks(self._stores),
             history=self._history,
         )
 
@@ -297,12 +307,25 @@ class SimCluster:
             self._begin(number, now)
         elif worker.ends_at is not None and worker.ends_at != before:
             self._push(worker.ends_at, number)
+            self._await_load(number)
 
     def _begin(self, number: int, now: float) -> None:
         worker = self._workers[number]
         worker.begin(now)
         if worker.ends_at is not None:
             self._push(worker.ends_at, number)
+        self._await_load(number)
+
+    def _await_load(self, number: int) -> None:
+        ends_at = self._workers[number].load_ends_at
+        if ends_at is not None:
+            self._push(ends_at, len(self._workers) + 2 + number)
+
+    def _load_ends(self, number: int, now: float) -> None:
+        worker = self._workers[number]
+        worker.end_loads(now)
+        if worker.ends_at is None:
+            self._begin(number, now)
 
     def _step_ends(self, number: int, now: float) -> None:
         worker = self._workers[number]

@@ -48,6 +48,8 @@ class SimReport(msgspec.Struct, frozen=True):
     """Part of the time that a worker was busy, mean."""
     predicted_hit_rate: float
     """What the router expected when it chose."""
+    loaded_rate: dict[str, float] = {}
+    """Part of all prompt tokens that came from each tier outside the engines; they count in `hit_rate`."""
     refused: int = 0
     """By the router's queue; they count in no other figure."""
     sim_requests_per_min: float = 0.0
@@ -73,7 +75,7 @@ def mode_of(config: SimConfig) -> str:
 
 
 def summarise(
-    result: SimResult, *, trace: str, policy: str, mode: str, ceiling: float, cpu_s: float = 0.0
+    result: SimResult, *, trace: str, policy: str, mode: str, ceiling: float, block_tokens: int = 0, cpu_s: float = 0.0
 ) -> SimReport:
     """Figures of one run. Raises `ConfigError` when nothing was served."""
     records = result.records
@@ -106,6 +108,7 @@ def summarise(
         prefill_imbalance=_imbalance(result.prefill_tokens),
         utilisation=fmean(result.busy_ms) / duration_s / 1e3,
         predicted_hit_rate=sum([record.predicted_cached_tokens for record in records]) / prompt_tokens,
+        loaded_rate={tier: count * block_tokens / prompt_tokens for tier, count in result.loaded_blocks.items()},
         refused=result.num_refused,
         sim_requests_per_min=len(records) / cpu_s * 60 if cpu_s else 0.0,
     )

@@ -94,6 +94,7 @@ class SimRun:
             policy=str(self.routing),
             mode=mode_of(config),
             ceiling=_ceiling(self.load, config.num_workers * config.num_blocks),
+            block_tokens=config.block_size,
             cpu_s=cpu_s,
         )
         return report, curves(result)

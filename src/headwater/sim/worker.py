@@ -5,17 +5,22 @@ during a leap ends it with the step then under way.
 """
 
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from headwater.protocol.events import LoadReport, WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.scheduler.leap import LeapingScheduler
 from headwater.scheduler.limits import SchedulerLimits
+from headwater.scheduler.outside import BlocksCommitted, LoadEnded, LoadStarted
 from headwater.scheduler.plan import StepPlan, StepResult
+from headwater.sim.tiers import SimStore, prefill_times
 from headwater.sim.timing import StepTimes
+from headwater.types import TOKEN_ID_BYTES
 
 _WORD = 7
 """The token that every simulated sequence generates."""
 _LEAST_LEAP = 2
+_LOAD_TIMEOUT_S = 600.0
 
 
 @dataclass(slots=True)
@@ -35,7 +40,10 @@ class SimWorker:
     """Steps follow each other as long as there is work; the cluster owns the time. A leap that is cut short leaves an
     `ends_at` that never comes: what is due at another time than `ends_at` is to be ignored."""
 
-    def __init__(self, worker_id: str, limits: SchedulerLimits, times: StepTimes) -> None:
+    def __init__(
+        self, worker_id: str, limits: SchedulerLimits, times: StepTimes, store: SimStore | None = None
+    ) -> None:
+        """`store`: what its node keeps beside the engine's own memory."""
         self.worker_id = worker_id
         self.busy_ms = 0.0
         self.prefill_tokens = 0
@@ -46,6 +54,21 @@ class SimWorker:
         self._num_blocks = limits.num_blocks
         self._times = times
         self._running: _Step | _Leap | None = None
+        self._store = store
+        self._prefill_ms = prefill_times(times, limits.max_num_batched_tokens)
+        self._loads: list[tuple[float, int, int]] = []
+        """A heap of loads under way: (done at, stream, blocks of the prompt that are there then)."""
+        self._chains: dict[int, bytes] = {}
+        """Block ids of requests that may load."""
+        self._tier_events: list[WorkerEvent] = []
+        if store is not None:
+            self._scheduler.exchange.watched = True
+            store.news.append(self._tier_events)
+
+    @property
+    def load_ends_at(self) -> float | None:
+        """When the next load is done; to be told then by `end_loads`."""
+        return self._loads[0][0] if self._loads else None
 
     @property
     def num_open(self) -> int:
@@ -56,7 +79,10 @@ class SimWorker:
         """Take a request; `ends_at` may move forward. Raises what the production scheduler raises."""
         if isinstance(self._running, _Leap):
             self._cut(self._running, now)
-        self._scheduler.add(request, now)
+        loading = self._store is not None and self._pays(self._store, request, now)
+        if loading:
+            self._chains[request.stream] = request.block_ids
+        self._scheduler.add(request, now, load_s=_LOAD_TIMEOUT_S if loading else None)
         if answer_ids:
             self._scheduler.foretell(request.stream, answer_ids)
 
@@ -68,8 +94,50 @@ class SimWorker:
         else:
             self._begin_step(now)
 
+    def _pays(self, store: SimStore, request: EngineRequest, now: float) -> bool:
+        first = self._scheduler.num_cached_blocks(request.block_ids)
+        num_tokens = len(request.prompt) // TOKEN_ID_BYTES
+        return store.plan(request.block_ids, first, num_tokens, self._prefill_ms, now) > 0
+
+    def end_loads(self, now: float) -> None:
+        """Loads that are done by now; work may have come of it."""
+        while self._loads and self._loads[0][0] <= now:
+            _, stream, num_blocks = heappop(self._loads)
+            self._scheduler.exchange.loaded(stream, num_blocks)
+        self._follow(now)
+
+    def _follow(self, now: float) -> bool:
+        """Act on what the scheduler tells of blocks from outside and for it; whether a load was over at once."""
+        over = False
+        if self._store is None:
+            return over
+        for news in self._scheduler.exchange.take_news():
+            match news:
+                case BlocksCommitted(block_ids=ids):
+                    self._store.note(ids)
+                case LoadStarted():
+                    over |= self._load(news, now)
+                case LoadEnded(stream=stream):
+                    self._loads = [load for load in self._loads if load[1] != stream]
+                    heapify(self._loads)
+                    self._scheduler.exchange.stopped(stream)
+        return over
+
+    def _load(self, started: LoadStarted, now: float) -> bool:
+        assert self._store is not None
+        chain = self._chains[started.stream]
+        load = self._store.load(chain, started.first_block, started.num_tokens, self._prefill_ms, now)
+        if load.num_blocks == started.first_block:
+            self._scheduler.exchange.loaded(started.stream, started.first_block)
+            return True
+        heappush(self._loads, (load.done_at, started.stream, load.num_blocks))
+        return False
+
     def _begin_step(self, now: float) -> None:
         plan = self._scheduler.schedule(now)
+        if self._follow(now) and plan is None:
+            plan = self._scheduler.schedule(now)
+            self._follow(now)
         if plan is None:
             self.ends_at = None
             return
@@ -90,10 +158,17 @@ class SimWorker:
                 self.busy_ms += running.result.duration_ms
                 self.num_steps += 1
                 outputs = self._scheduler.commit(running.plan, running.result, now)
-                self._scheduler.take_ended()
-                return outputs, [*self._scheduler.drain_events()]
+                for ended in self._scheduler.take_ended():
+                    self._chains.pop(ended.stream, None)
+                self._follow(now)
+                return outputs, [*self._scheduler.drain_events(), *self._take_tier_events()]
             case None:
                 return [], []
+
+    def _take_tier_events(self) -> list[WorkerEvent]:
+        events = self._tier_events.copy()
+        self._tier_events.clear()
+        return events
 
     def report(self) -> LoadReport:
         return self._scheduler.report()
