@@ -111,11 +111,6 @@ class ExternalEngine(ABC):
 
     # ---- Engine
 
-    @property
-    def kv(self) -> KvPort | None:
-        """Its blocks are its own affair."""
-        return None
-
     async def start(self, listener: EngineListener, progress: ProgressSink) -> EngineInfo:
         self._listener = listener
         info = await self.open_engine(progress)
