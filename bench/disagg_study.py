@@ -5,6 +5,7 @@
     python bench/disagg_study.py --prefill-error 0.1 --decode-error -0.1    # the planner's time model is wrong
     python bench/disagg_study.py --flip                # the mix flips every minute
     python bench/disagg_study.py --issue-3774          # two TP4 workers against one TP8, closed loop
+    python bench/disagg_study.py --check               # the fast simulation beside the production parts
     python bench/disagg_study.py --fit                 # fit the step times anew (needs headwater[silicon])
 
 Traffic is Poisson, prompts +-25 %, answers +-50 %. Load 1.0 is the largest rate of completions of any role vector with
@@ -31,6 +32,7 @@ from headwater.planner.plan import RolePlan, aggregated, candidates
 from headwater.planner.pool import WorkerModel
 from headwater.planner.whatif import FastCluster, Job, Outcomes
 from headwater.sim.adaptive import AdaptiveCluster
+from headwater.sim.pools import PooledCluster
 
 CURVES = Path(__file__).with_name("disagg_curves.json")
 KV_TOKENS = {
@@ -357,6 +359,28 @@ def closed(cluster: FastCluster | AdaptiveCluster, jobs: Sequence[Job], users: i
     return tokens / seconds, fmean(ran.outcomes.e2e_ms[first:last])
 
 
+def check(args: argparse.Namespace) -> None:
+    """The fast simulation beside the production router and schedulers, a minute of traffic at 0.7 of capacity."""
+    known = curves()
+    print(f"{'shape':11}{'roles':24}{'TTFT ms':>18}{'TPOT ms':>16}{'E2E ms':>20}{'CPU s':>8}  (fast / production)")
+    for name in args.shape or ["1000/1000", "3000/150", "8000/500"]:
+        pool = pool_of(known, "llama-3.1-70b-fp8", (2, 2, 2, 2), args.chunk)
+        rate = 0.7 * capacity(pool, SHAPES[name])
+        jobs = arrivals(SHAPES[name], rate, 60_000, "check")
+        expected = fmean([job.output_tokens for job in jobs])
+        for plan in candidates([model.name for model in pool]):
+            fast = FastCluster(pool, plan, expected).run(jobs)
+            started = time.process_time()
+            production = PooledCluster(pool, plan).run(jobs)
+            pairs = zip(
+                (fast.ttft_ms, fast.tpot_ms, fast.e2e_ms),
+                (production.ttft_ms, production.tpot_ms, production.e2e_ms),
+                strict=True,
+            )
+            cells = "".join(f"{fmean(mine):10.1f} /{fmean(theirs):8.1f}" for mine, theirs in pairs)
+            print(f"{name:11}{plan.describe():24}{cells}{time.process_time() - started:8.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=list(LAYOUTS))
@@ -371,12 +395,15 @@ def main() -> None:
     parser.add_argument("--decode-error", type=float, default=0.0)
     parser.add_argument("--flip", action="store_true")
     parser.add_argument("--flip-load", type=float, default=1.0)
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--issue-3774", action="store_true")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
     if args.fit:
         fit_curves()
+    elif args.check:
+        check(args)
     elif args.issue_3774:
         issue_3774(args)
     elif args.flip:
