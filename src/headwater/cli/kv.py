@@ -92,7 +92,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
             "--cold-format", choices=("exact", "int8"), default="exact", help="int8: smaller below memory, and lossy"
         )
     )
-    advanced(parser.add_argument("--owner", default="node", help="name of this node in an object store"))
+    advanced(
+        parser.add_argument("--owner", default="", help="name of this node in an object store; default: the host's")
+    )
     advanced(parser.add_argument("--ttl", type=seconds, metavar="TIME", help="blocks older than this are not served"))
     advanced(parser.add_argument("--direct", action="store_true", help="go around the page cache (O_DIRECT)"))
     advanced(
@@ -137,7 +139,7 @@ def _serve(args: argparse.Namespace) -> int:
     disk = DiskOptions(args.disk[0], tier(args.disk[1]), args.direct) if args.disk else None
     key = read_key(args.peer_key) if args.peer_key else b""
     peering = PeeringOptions(args.listen, tuple(args.peer), key)
-    options = NodeOptions(tier(args.host), disk, peering, args.object, args.owner, args.admission, args.cold_format)
+    options = NodeOptions(tier(args.host), disk, peering, args.object, owner=args.owner, admission=args.admission)
     asyncio.run(serve_store(options, args.socket, lambda: print(f"KV store at {args.socket}", flush=True)))
     return 0
 

@@ -198,6 +198,9 @@ class KvConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_host: Annotated[Bytes, _doc("Memory for KV blocks, shared by the workers of this node; 0: none.")] = 0
     kv_disk: Annotated[str | None, _doc("Disk for KV blocks, as /folder:50GiB.")] = None
     kv_object: Annotated[str | None, _doc("Object store for KV blocks, as s3://bucket/prefix?cap=1TiB.")] = None
+    kv_peer: Annotated[tuple[str, ...], _doc("Other nodes whose KV blocks are read, as host:port.")] = ()
+    kv_listen: Annotated[str | None, _doc("Where other nodes read KV blocks of this one, as host:port.")] = None
+    kv_peer_key: Annotated[str | None, _doc("File with the key that nodes share; not needed on one host.")] = None
     kv_policy: Annotated[Literal["lru", "s3fifo", "cost"], _doc("Which KV blocks go first.")] = "lru"
     kv_admission: Annotated[
         Literal["second-use", "all"], _doc("Which KV blocks go to disk and object store: those used twice, or all.")
@@ -209,7 +212,7 @@ class KvConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def own_store(self) -> bool:
         """Whether the graph runs a store of its own."""
-        return bool(self.kv_host or self.kv_disk or self.kv_object)
+        return bool(self.kv_host or self.kv_disk or self.kv_object or self.kv_peer or self.kv_listen)
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

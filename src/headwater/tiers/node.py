@@ -4,6 +4,7 @@ from pathlib import Path
 
 from headwater.config.schema import KvConfig
 from headwater.kv.node.open import NodeOptions, default_socket, parse_disk
+from headwater.kv.node.peering import PeeringOptions, parse_address, read_key
 from headwater.kv.stores.disk import DiskOptions
 from headwater.kv.stores.host import TierOptions
 
@@ -27,6 +28,12 @@ def node_options(config: KvConfig) -> NodeOptions:
     return NodeOptions(
         host=TierOptions(config.kv_host or _LEAST_HOST_BYTES, config.kv_policy),
         disk=disk,
+        peering=PeeringOptions(
+            parse_address(config.kv_listen) if config.kv_listen else None,
+            tuple(map(parse_address, config.kv_peer)),
+            read_key(Path(config.kv_peer_key).expanduser()) if config.kv_peer_key else b"",
+        ),
         object_url=config.kv_object or "",
+        object_setting="--kv-object",
         admission=config.kv_admission,
     )

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,8 +41,11 @@ class NodeOptions:
     disk: DiskOptions | None = None
     peering: PeeringOptions = field(default_factory=PeeringOptions)
     object_url: str = ""
-    owner: str = "node"
-    """Of what this node writes to an object store: the same over restarts, another on each node."""
+    object_setting: str = "--object"
+    """Where a person has set that."""
+    owner: str = ""
+    """Of what this node writes to an object store: the same over restarts, another on each node; none: the host's
+    name."""
     admission: AdmissionName = "second-use"
     cold_format: ColdFormat = "exact"
     """How disk and object tier keep blocks; `int8` is smaller and lossy: `headwater.kv.stores.quantized`."""
@@ -87,7 +91,8 @@ def _open_object(options: NodeOptions, clock: Clock) -> TierStore:
         from headwater.kv.stores.object.tier import ObjectTier
     except ModuleNotFoundError as error:
         raise ConfigError(f"an object tier needs {error.name}", hint='pip install "headwater[object]"') from None
-    return ObjectTier(parse_object_url(options.object_url, owner=options.owner), clock=clock)
+    owner = options.owner or socket.gethostname()
+    return ObjectTier(parse_object_url(options.object_url, owner=owner, setting=options.object_setting), clock=clock)
 
 
 async def serve_store(options: NodeOptions, path: Path, on_ready: Callable[[], None]) -> None:
