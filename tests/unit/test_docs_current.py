@@ -34,7 +34,13 @@ OTHERS_FLAGS = {
     "--no-deps",
     "--pid",
     "--shm-size",
+    "--enable-auto-tool-choice",
+    "--enforce-eager",
+    "--kv-events-config",
+    "--scheduling-policy",
     "--speedup-ratio",
+    "--swap-spce",
+    "--tool-call-parser",
     "--tokenizer",
 }
 """Flags of other programs: docker, pip, py-spy, engines to attach to, and the peers of the benchmarks."""
