@@ -5,9 +5,10 @@ import contextlib
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from headwater.engines.base import Engine
-from headwater.protocol.events import EventBatch, EventSnapshot, HandoffCounts, LoadReport
+from headwater.protocol.events import EventBatch, EventSnapshot, HandoffCounts, LoadReport, StoreCounts
 from headwater.protocol.frames import Abort, StepFrame, Submit, WorkerFrame
 from headwater.protocol.request import EngineRequest, ErrorInfo, RemotePrefill, SamplingParams
 from headwater.runtime.conformance import eventually
@@ -32,6 +33,8 @@ class Member:
     errors: dict[int, ErrorInfo] = field(default_factory=dict[int, ErrorInfo])
     cached: dict[int, int] = field(default_factory=dict[int, int])
     load: LoadReport | None = None
+    batches: list[EventBatch] = field(default_factory=list[EventBatch])
+    snapshots: list[EventSnapshot] = field(default_factory=list[EventSnapshot])
     link: WorkerLink | None = None
 
     def on_frame(self, frame: WorkerFrame) -> None:
@@ -47,12 +50,18 @@ class Member:
                     self.errors[output.stream] = output.error
 
     def on_batch(self, batch: EventBatch) -> None:
+        self.batches.append(batch)
         for event in batch.events:
             if isinstance(event, LoadReport):
                 self.load = event
 
     def on_snapshot(self, snapshot: EventSnapshot) -> None:
+        self.snapshots.append(snapshot)
         self.load = snapshot.load or self.load
+
+    @property
+    def stored(self) -> StoreCounts:
+        return (self.load and self.load.store) or StoreCounts(0, 0, 0, 0)
 
     @property
     def counts(self) -> HandoffCounts:
@@ -100,7 +109,11 @@ class Workers:
 
 @contextlib.asynccontextmanager
 async def workers(
-    engines: dict[str, Engine], *, checksums: bool = False, adaptive: bool = False
+    engines: dict[str, Engine],
+    *,
+    checksums: bool = False,
+    adaptive: bool = False,
+    kv_socket: Path | None = None,
 ) -> AsyncIterator[Workers]:
     """Started and connected, under the names given."""
     cluster = Workers(InprocPlanes(), MemoryStore())
@@ -109,7 +122,7 @@ async def workers(
     subscribers = []
     for name, engine in engines.items():
         options = AgentOptions(host=None, checksums=checksums)
-        about = ShellConfig(name, "m", "m", adaptive=adaptive, drain_timeout_s=1, transfer=options)
+        about = ShellConfig(name, "m", "m", adaptive=adaptive, drain_timeout_s=1, transfer=options, kv_socket=kv_socket)
         shell = WorkerShell(engine, registry, cluster.planes, about)
         cluster.members[name] = Member(name, engine, shell)
         running.append(asyncio.create_task(shell.run(lambda progress: None)))

@@ -1,0 +1,181 @@
+"""The real model with a small device cache over a real store: the same tokens as without, whatever comes from where."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from handoff_bench import Member, prompt_of, request, workers
+
+from headwater.clock import RealClock
+from headwater.config.schema import EngineConfig
+from headwater.engines.base import Engine
+from headwater.engines.native.engine import NativeEngine
+from headwater.kv.identity import split_block_ids
+from headwater.kv.node.open import NodeOptions, open_store
+from headwater.kv.node.server import Server
+from headwater.kv.node.store import NodeStore
+from headwater.kv.stores.disk import DiskOptions
+from headwater.kv.stores.host import TierOptions
+from headwater.protocol.events import BlocksStored
+from headwater.protocol.request import EngineRequest, StructuredSpec
+from headwater.runtime.conformance import eventually, run_leak_checked
+
+pytestmark = pytest.mark.model
+
+SIZES = EngineConfig(
+    device="cpu", threads=1, num_kv_blocks=48, max_model_len=512, max_num_seqs=4, max_num_batched_tokens=132
+)
+SCHEMA = json.dumps({"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}})
+BLOCK = 737_280
+
+
+def native() -> Engine:
+    return NativeEngine(SIZES)
+
+
+@asynccontextmanager
+async def store_at(folder: Path, host_blocks: int = 400, disk_blocks: int = 0) -> AsyncIterator[NodeStore]:
+    clock = RealClock()
+    disk = DiskOptions(folder / "disk", TierOptions(disk_blocks * BLOCK)) if disk_blocks else None
+    store = open_store(NodeOptions(TierOptions(host_blocks * BLOCK), disk, admission="all"), clock)
+    server = Server(store, folder / "kv.sock", clock)
+    store.start()
+    server.start()
+    try:
+        yield store
+    finally:
+        await server.close()
+        store.host.ledger.check()
+        await store.close()
+
+
+def asked(first: int) -> list[EngineRequest]:
+    """Four documents with questions: together far more than the device holds. `first` numbers the streams."""
+    documents = [prompt_of(250, letter) for letter in (1, 2, 3, 4)]
+    plain = [request(first + n, [*document, 7, 8, 9], 6) for n, document in enumerate(documents)]
+    return [
+        *plain,
+        request(first + 4, [*documents[0], 11], 12, temperature=0.9, seed=5, top_p=0.9),
+        request(first + 5, [*documents[1], 12], 16, structured=StructuredSpec("json_schema", SCHEMA)),
+        request(first + 6, [*documents[2][:100], 13], 8, repetition_penalty=1.2),
+        request(first + 7, prompt_of(20, 8), 8),
+    ]
+
+
+async def one_by_one(worker: Member, requests: list[EngineRequest]) -> list[list[int]]:
+    return [(await worker.run(one))[0] for one in requests]
+
+
+async def all_stored(worker: Member, least: int) -> None:
+    await eventually(lambda: worker.stored.stored >= least, f"{least} blocks are stored", 30)
+
+
+def test_tokens_are_the_same_and_prefixes_come_from_the_host_tier(run_folder: Path) -> None:
+    async def check() -> None:
+        async with workers({"alone": native()}) as cluster:
+            expected = await one_by_one(cluster["alone"], asked(1))
+        async with store_at(run_folder), workers({"w": native()}, kv_socket=run_folder / "kv.sock") as cluster:
+            worker = cluster["w"]
+            assert await one_by_one(worker, asked(1)) == expected
+            await all_stored(worker, 4 * 15)
+            assert await one_by_one(worker, asked(101)) == expected
+            assert sum(worker.cached[stream] for stream in range(101, 105)) == 4 * 240
+            await eventually(lambda: worker.stored.loaded >= 3 * 15, "loads are reported", 10)
+            # Side by side: loads and computing of neighbours, with preemptions.
+            assert await worker.run(*asked(201)) == expected
+            await worker.all_free()
+
+    run_leak_checked(check())
+
+
+def test_a_new_worker_goes_on_with_what_another_left_behind(run_folder: Path) -> None:
+    async def check() -> None:
+        async with store_at(run_folder) as store:
+            async with workers({"first": native()}, kv_socket=run_folder / "kv.sock") as cluster:
+                expected = await one_by_one(cluster["first"], asked(1))
+                await all_stored(cluster["first"], 4 * 15)
+            async with workers({"second": native()}, kv_socket=run_folder / "kv.sock") as cluster:
+                second = cluster["second"]
+                assert await one_by_one(second, asked(1)) == expected
+                assert [second.cached[stream] for stream in (1, 2, 3, 4)] == [240] * 4
+                assert store.host.usage().num_hits > 0
+                assert len(in_tier(second, "host")) >= 4 * 15, "the router is not told"
+
+    run_leak_checked(check())
+
+
+def test_a_damaged_block_in_shared_memory_is_computed_again(run_folder: Path) -> None:
+    async def check() -> None:
+        async with store_at(run_folder) as store, workers({"w": native()}, kv_socket=run_folder / "kv.sock") as cluster:
+            worker = cluster["w"]
+            expected = await one_by_one(worker, asked(1))
+            await all_stored(worker, 4 * 15)
+            flip_a_bit_everywhere(store)
+            assert await one_by_one(worker, asked(101)) == expected
+            assert store.host.usage().num_damaged > 0
+
+    run_leak_checked(check())
+
+
+def test_a_store_that_goes_and_comes_back_costs_nothing_but_time(run_folder: Path) -> None:
+    async def check() -> None:
+        async with workers({"w": native()}, kv_socket=run_folder / "kv.sock") as cluster:
+            worker = cluster["w"]
+            expected = await one_by_one(worker, asked(1))
+            async with store_at(run_folder):
+                await eventually(lambda: worker.shell._tiers._client.problem == "", "it is found", 30)  # type: ignore[union-attr]
+                assert await one_by_one(worker, asked(101)) == expected
+                await all_stored(worker, 15)
+            assert await one_by_one(worker, asked(201)) == expected
+            await worker.all_free()
+
+    run_leak_checked(check())
+
+
+def test_what_was_written_to_disk_is_there_after_all_else_ended(run_folder: Path) -> None:
+    async def check() -> None:
+        async with store_at(run_folder, disk_blocks=400) as store:
+            async with workers({"first": native()}, kv_socket=run_folder / "kv.sock") as cluster:
+                expected = await one_by_one(cluster["first"], asked(1))
+                await all_stored(cluster["first"], 4 * 15)
+            await eventually(lambda: store.lower[0].tier.usage().num_blocks >= 4 * 15, "all is on disk", 30)
+        async with (
+            store_at(run_folder, disk_blocks=400),
+            workers({"second": native()}, kv_socket=run_folder / "kv.sock") as cluster,
+        ):
+            second = cluster["second"]
+            assert await one_by_one(second, asked(1)) == expected
+            await eventually(lambda: second.stored.loaded > 0, "blocks were loaded", 10)
+
+    run_leak_checked(check())
+
+
+def test_two_tenants_share_no_block(run_folder: Path) -> None:
+    async def check() -> None:
+        async with store_at(run_folder), workers({"w": native()}, kv_socket=run_folder / "kv.sock") as cluster:
+            worker = cluster["w"]
+            ours = request(1, prompt_of(250, 1), 4)
+            theirs = msgspec.structs.replace(request(2, prompt_of(250, 1), 4), namespace=b"x" * 32, tenant="other")
+            expected = await worker.run(ours)
+            await all_stored(worker, 15)
+            assert await worker.run(theirs) == expected
+            assert worker.cached == {1: 0, 2: 0}
+
+    run_leak_checked(check())
+
+
+def in_tier(worker: Member, tier: str) -> set[bytes]:
+    """What a subscriber that joined late knows about a tier."""
+    stored = [event for snapshot in worker.snapshots for event in snapshot.stored]
+    stored += [event for batch in worker.batches for event in batch.events if isinstance(event, BlocksStored)]
+    return {block for event in stored if event.tier == tier for block in split_block_ids(event.block_ids)}
+
+
+def flip_a_bit_everywhere(store: NodeStore) -> None:
+    ledger = store.host.ledger
+    for number in ledger.table.numbers():
+        place = store.host.pool.view(ledger.table.offset_of(number), 1)
+        place[0] ^= 1
