@@ -251,7 +251,7 @@ class FastCluster:
             return
         decoder.expected += 1
         prefiller.for_others += 1
-        if decoder.pending or decoder.free < item.room:
+        if decoder.pending or decoder.free < item.room or decoder.num_decoding + decoder.expected > decoder.most:
             decoder.pending.append(item)
         else:
             decoder.free -= item.room
@@ -518,6 +518,8 @@ class FastCluster:
         """Room for those who wait for it, in order."""
         pending = worker.pending
         while pending and worker.free >= pending[0].room:
+            if worker.num_decoding + worker.expected - len(pending) >= worker.most:
+                return
             item = pending.popleft()
             worker.free -= item.room
             self._enqueue(item.prefiller, item, now)
