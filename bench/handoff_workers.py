@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headwater.errors import WorkerError
 from headwater.protocol.cluster import Instance
 from headwater.protocol.events import EventBatch, EventSnapshot, HandoffCounts, LoadReport
 from headwater.protocol.frames import Abort, StepFrame, Submit, WorkerFrame
@@ -131,11 +132,15 @@ class Bench:
         return worker
 
     async def reconnect(self, worker: Worker) -> None:
-        """To one that was given up."""
-        await worker.link.close()
-        worker.link = self.planes.link(worker.instance.request_address, "bench-again")
-        worker.lost = False
-        await worker.link.connect(worker.on_frame, worker.on_broken, 5)
+        """To one that was given up; again if it was busy waking up, as frontends do."""
+        for _ in range(3):
+            await worker.link.close()
+            worker.link = self.planes.link(worker.instance.request_address, "bench-again")
+            worker.lost = False
+            with contextlib.suppress(WorkerError):
+                await worker.link.connect(worker.on_frame, worker.on_broken, 5)
+                return
+        raise SystemExit("a worker does not take connections any more")
 
     async def stop(self, worker: Worker) -> None:
         self.workers.remove(worker)
