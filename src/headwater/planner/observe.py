@@ -1,7 +1,7 @@
 """What a frontend knows, as the planner takes it: decisions made become traffic, workers become models of time."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import nan
+from math import log2, nan
 
 from headwater.perf.curve import StepCurve
 from headwater.perf.model import StepModel
@@ -10,6 +10,8 @@ from headwater.planner.traffic import Served
 from headwater.router.decisions import DecisionRecord
 from headwater.router.view import WorkerView, time_class
 
+_ROOM_STEPS = 2
+"""Per doubling: workers with about as much room are alike."""
 _KNOWN_SAMPLES = 16.0
 """Measured steps below which nothing is believed of a class of workers."""
 
@@ -57,7 +59,7 @@ def pool_of(
         if name not in steps or not known(steps[name]):
             return None
         room = instance.kv_blocks * instance.card.block_size
-        key = (name, room, instance.max_num_batched_tokens, instance.max_num_seqs)
+        key = (name, round(_ROOM_STEPS * log2(max(1, room))), instance.max_num_batched_tokens, instance.max_num_seqs)
         if key not in made:
             made[key] = WorkerModel(
                 curve=StepCurve.of(steps[name].coefficients),

@@ -14,6 +14,9 @@ from itertools import product
 
 from headwater.types import Role
 
+MAX_PLANS = 200
+"""That are tried, about: of large pools every few."""
+
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
@@ -59,7 +62,8 @@ def aggregated(num_workers: int) -> RolePlan:
 def candidates(classes: Sequence[str], fixed: Sequence[Role | None] = ()) -> Iterator[RolePlan]:
     """All-aggregated, then every split into prefill and decode, for workers of these classes.
 
-    `fixed`: the role of each worker that cannot change it. Plans in which one phase is done by nobody are left out.
+    `fixed`: the role of each worker that cannot change it. Plans in which one phase is done by nobody are left out, and
+    of large pools all but about `MAX_PLANS`, evenly spread.
     """
     fixed = fixed or (None,) * len(classes)
     both: Role = "both"
@@ -68,10 +72,18 @@ def candidates(classes: Sequence[str], fixed: Sequence[Role | None] = ()) -> Ite
         yield whole
     free = [name for name, role in zip(classes, fixed, strict=True) if role is None]
     names = list(dict.fromkeys(free))
-    for counts in product(*[range(free.count(name) + 1) for name in names]):
+    most = max(2, int(MAX_PLANS ** (1 / max(1, len(names)))))
+    for counts in product(*[_counts(free.count(name), most) for name in names]):
         plan = _split(classes, fixed, dict(zip(names, counts, strict=True)))
         if plan.complete and not plan.aggregated and plan != whole:
             yield plan
+
+
+def _counts(size: int, most: int) -> list[int]:
+    """How many of a class may prefill: from none to all, `most` different numbers at most."""
+    if size < most:
+        return list(range(size + 1))
+    return sorted({round(size * number / (most - 1)) for number in range(most)})
 
 
 def _split(classes: Sequence[str], fixed: Sequence[Role | None], num_prefill: dict[str, int]) -> RolePlan:

@@ -11,7 +11,6 @@ Left out: prefix blocks by name (a request says how many of its tokens are cache
 what the sequence will need), cost of the CPU between steps. Times are in ms from the start.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
@@ -20,8 +19,9 @@ from math import inf, nan
 
 from headwater.planner.plan import RolePlan
 from headwater.planner.pool import HIDDEN_PARTS, NOTICE_MS, WorkerModel
+from headwater.planner.worker import Item, Worker
+from headwater.planner.worker import Job as Job
 
-_MAX_PIECES = 64
 OWN_DECODE = 0.5
 STALL = 0.4
 STALL_DECODING = 0.15
@@ -30,92 +30,6 @@ WORKER_TIME = 1.0
 """Weights of `headwater.router.price.END_TO_END`."""
 LOOSE_STALL = 1.0
 """Per decode that a prefill outside the plan holds up: here the whole of its delay counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One request."""
-
-    at_ms: float
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int = 0
-    """Of the prompt, found wherever it is prefilled."""
-
-
-class _Item:
-    """A request under way."""
-
-    __slots__ = ("cached", "decoder", "left", "number", "output", "pairs", "prefiller", "prompt", "room", "started")
-    prefiller: "_Worker"
-    decoder: "_Worker"
-
-    def __init__(self, number: int, job: Job) -> None:
-        self.number = number
-        self.prompt = job.prompt_tokens
-        self.cached = min(job.cached_tokens, job.prompt_tokens - 1)
-        self.output = job.output_tokens
-        self.left = self.prompt - self.cached
-        self.pairs = self.left * (self.cached + (self.left + 1) / 2)
-        self.room = self.prompt + self.output
-        self.started = 0.0
-
-
-class _Worker:
-    """State of one simulated worker."""
-
-    def __init__(self, number: int, model: WorkerModel) -> None:
-        curve, tables = model.curve, model.tables
-        self.number = number
-        self.model = model
-        self.shared = tables.shared
-        self.prefill_ms = curve.prefill_ms
-        self.prefill_token_ms, self.prefill_pair_ms = curve.prefill_token_ms, curve.prefill_pair_ms
-        self.decode_ms = curve.decode_ms
-        self.decode_sequence_ms, self.decode_context_ms = curve.decode_sequence_ms, curve.decode_context_token_ms
-        self.chunk_ms, self.token_ms = tables.chunk_ms, tables.token_ms
-        self.chunk, self.most = model.chunk_tokens, model.max_num_seqs
-        self.free = model.kv_tokens
-        self.waiting: deque[_Item] = deque()
-        """For a place here, to prefill."""
-        self.active: list[_Item] = []
-        """Being prefilled."""
-        self.pending: deque[_Item] = deque()
-        """For room to decode here, before they are sent to a prefill worker."""
-        self.joining: list[_Item] = []
-        self.decoding: list[tuple[int, int, _Item]] = []
-        self.steps = 0
-        self.num_decoding = 0
-        self.context = 0
-        self.expected = 0
-        """Sequences that will decode here and are prefilled elsewhere."""
-        self.for_others = 0
-        """Sequences that are prefilled here to decode elsewhere."""
-        self.backlog_tokens = 0
-        self.backlog_pairs = 0.0
-        self.num_prefilling = 0
-        self.ends = inf
-        self.began = 0.0
-        self.leap = 0
-        self.pieces: list[tuple[_Item, int]] = []
-        self.link_free = 0.0
-        self.busy_prefill_ms = 0.0
-        self.busy_decode_ms = 0.0
-
-    def step_ms(self, sequences: int, context: int) -> float:
-        """One decode step of all that is or will be here."""
-        shared = self.shared[min(sequences, len(self.shared) - 1)]
-        return shared + self.decode_ms + self.decode_sequence_ms * sequences + self.decode_context_ms * context
-
-    def added_ms(self, item: _Item) -> tuple[float, float]:
-        """(time until it is prefilled, what of that is its own)."""
-        backlog = self.backlog_tokens
-        before = -(-backlog // self.chunk) * self.chunk_ms if backlog else 0.0
-        before += self.token_ms * backlog + self.prefill_pair_ms * self.backlog_pairs
-        tokens = backlog + item.left
-        after = -(-tokens // self.chunk) * self.chunk_ms + self.token_ms * tokens
-        after += self.prefill_pair_ms * (self.backlog_pairs + item.pairs)
-        return after, after - before
 
 
 @dataclass(slots=True)
@@ -149,9 +63,9 @@ class FastCluster:
 
     def __init__(self, pool: Sequence[WorkerModel], plan: RolePlan, expected_output_tokens: float) -> None:
         self.pool = pool
-        self._workers = [_Worker(number, model) for number, model in enumerate(pool)]
+        self._workers = [Worker(number, model) for number, model in enumerate(pool)]
         self._expected_output = expected_output_tokens
-        self._heap: list[tuple[float, int, int, _Item | None]] = []
+        self._heap: list[tuple[float, int, int, Item | None]] = []
         """(time, order, worker, item): the end of a worker's step; -1: of the item's transfer, or time for another."""
         self._order = 0
         self._started: list[float] = []
@@ -237,7 +151,7 @@ class FastCluster:
     def submit(self, job: Job) -> None:
         """A request comes."""
         now = job.at_ms
-        item = _Item(len(self._started), job)
+        item = Item(len(self._started), job)
         self._started.append(now)
         self._first.append(nan)
         outcomes = self.outcomes
@@ -257,9 +171,9 @@ class FastCluster:
             decoder.free -= item.room
             self._enqueue(prefiller, item, now)
 
-    def _place(self, item: _Item) -> tuple[_Worker, _Worker]:
+    def _place(self, item: Item) -> tuple[Worker, Worker]:
         """Who prefills and who decodes, by price."""
-        best: tuple[_Worker, _Worker] | None = None
+        best: tuple[Worker, Worker] | None = None
         least = inf
         for worker in self._local:
             total = self._local_price(worker, item)
@@ -273,7 +187,7 @@ class FastCluster:
         # After a change of roles, when all who may decode still prefill for others.
         return best or min([(worker, worker) for worker in self._decoders], key=lambda pair: pair[0].backlog_tokens)
 
-    def _local_price(self, worker: _Worker, item: _Item) -> float:
+    def _local_price(self, worker: Worker, item: Item) -> float:
         after, added = worker.added_ms(item)
         decoding, prefilling = worker.num_decoding + worker.expected, worker.num_prefilling
         sequences = decoding + prefilling
@@ -288,7 +202,7 @@ class FastCluster:
             total += self._room_ms(worker, item)
         return total
 
-    def _decode_price(self, worker: _Worker, item: _Item, step_ms: float, prefilling: int) -> float:
+    def _decode_price(self, worker: Worker, item: Item, step_ms: float, prefilling: int) -> float:
         expected = self._expected_output
         decoding = worker.num_decoding + worker.expected
         sequences = decoding + prefilling
@@ -296,7 +210,7 @@ class FastCluster:
         own = OWN_DECODE * expected * (step_ms + slower)
         return own + SLOW_DOWN * slower * (expected / 2) * (decoding / 2 + prefilling)
 
-    def _best_prefiller(self, item: _Item) -> tuple[_Worker, float]:
+    def _best_prefiller(self, item: Item) -> tuple[Worker, float]:
         least, best = inf, self._prefillers[0]
         for worker in self._prefillers:
             after, added = worker.added_ms(item)
@@ -309,7 +223,7 @@ class FastCluster:
                 least, best = total, worker
         return best, least
 
-    def _best_decoder(self, item: _Item) -> tuple[_Worker, float]:
+    def _best_decoder(self, item: Item) -> tuple[Worker, float]:
         least, best = inf, self._decoders[0]
         for worker in self._decoders:
             if worker.for_others:
@@ -323,7 +237,7 @@ class FastCluster:
                 least, best = total, worker
         return best, least
 
-    def _room_ms(self, worker: _Worker, item: _Item) -> float:
+    def _room_ms(self, worker: Worker, item: Item) -> float:
         """About how long it waits for room: those before it leave at the pace the worker ends sequences at."""
         missing = item.room - worker.free + sum([other.room for other in worker.pending])
         held = max(1, worker.model.kv_tokens)
@@ -332,14 +246,14 @@ class FastCluster:
 
     # -- steps
 
-    def _enqueue(self, worker: _Worker, item: _Item, now: float) -> None:
+    def _enqueue(self, worker: Worker, item: Item, now: float) -> None:
         worker.waiting.append(item)
         worker.num_prefilling += 1
         worker.backlog_tokens += item.left
         worker.backlog_pairs += item.pairs
         self._wake(worker, now)
 
-    def _wake(self, worker: _Worker, now: float) -> None:
+    def _wake(self, worker: Worker, now: float) -> None:
         """There is something new for it: start, or end a leap with the step under way."""
         if worker.ends == inf:
             self._begin_step(worker, now)
@@ -350,16 +264,16 @@ class FastCluster:
                 worker.leap = done
                 self._push(worker, worker.began + done * step_ms)
 
-    def _push(self, worker: _Worker, at_ms: float) -> None:
+    def _push(self, worker: Worker, at_ms: float) -> None:
         worker.ends = at_ms
         self._order += 1
         heappush(self._heap, (at_ms, self._order, worker.number, None))
 
-    def _begin_step(self, worker: _Worker, now: float) -> None:
+    def _begin_step(self, worker: Worker, now: float) -> None:
         if worker.joining:
             self._join(worker)
         num = worker.num_decoding
-        pieces = self._choose(worker, now) if worker.active or worker.waiting else []
+        pieces = worker.choose(now) if worker.active or worker.waiting else []
         if pieces:
             self._begin_mixed(worker, pieces, now)
         elif num:
@@ -372,7 +286,7 @@ class FastCluster:
         else:
             worker.ends = inf
 
-    def _begin_mixed(self, worker: _Worker, pieces: list[tuple[_Item, int]], now: float) -> None:
+    def _begin_mixed(self, worker: Worker, pieces: list[tuple[Item, int]], now: float) -> None:
         tokens, pairs, num = 0, 0.0, worker.num_decoding
         for item, count in pieces:
             tokens += count
@@ -386,52 +300,17 @@ class FastCluster:
         worker.leap, worker.pieces, worker.began = 1, pieces, now
         self._push(worker, now + duration)
 
-    def _join(self, worker: _Worker) -> None:
+    def _join(self, worker: Worker) -> None:
         for item in worker.joining:
             self._decode(worker, item)
         worker.joining = []
 
-    def _decode(self, worker: _Worker, item: _Item) -> None:
+    def _decode(self, worker: Worker, item: Item) -> None:
         worker.num_decoding += 1
         worker.context += item.prompt + 1
         heappush(worker.decoding, (worker.steps + item.output - 1, item.number, item))
 
-    def _choose(self, worker: _Worker, now: float) -> list[tuple[_Item, int]]:
-        """Who prefills how many tokens in the next step."""
-        left = worker.chunk - worker.num_decoding
-        pieces: list[tuple[_Item, int]] = []
-        lender = -1
-        most: float = inf
-        for item in worker.active:
-            left, lender, most = _share(pieces, item, left, lender, most)
-            if left <= 0:
-                break
-        waiting = worker.waiting
-        while left > 0 and waiting and len(pieces) < _MAX_PIECES:
-            item = waiting[0]
-            if item.left > left and item.left > most:
-                break
-            if not self._admit(worker, item):
-                break
-            waiting.popleft()
-            item.started = now
-            worker.active.append(item)
-            left, lender, most = _share(pieces, item, left, lender, most)
-        if lender >= 0 and left > 0:
-            item, count = pieces[lender]
-            pieces[lender] = (item, min(item.left, count + left))
-        return pieces
-
-    def _admit(self, worker: _Worker, item: _Item) -> bool:
-        if worker.num_decoding + len(worker.active) >= worker.most:
-            return False
-        room = item.room if item.decoder is worker else item.prompt
-        if worker.free < room:
-            return False
-        worker.free -= room
-        return True
-
-    def _end_step(self, worker: _Worker, now: float) -> None:
+    def _end_step(self, worker: Worker, now: float) -> None:
         num, leap = worker.num_decoding, worker.leap
         if worker.pieces:
             worker.busy_prefill_ms += now - worker.began
@@ -451,7 +330,7 @@ class FastCluster:
             self._reserve(worker, now)
         self._begin_step(worker, now)
 
-    def _prefilled(self, worker: _Worker, item: _Item, now: float) -> None:
+    def _prefilled(self, worker: Worker, item: Item, now: float) -> None:
         tokens = item.prompt - item.cached
         worker.active.remove(item)
         self.outcomes.queued_ms[item.number] = item.started - self._started[item.number]
@@ -475,7 +354,7 @@ class FastCluster:
         self._order += 1
         heappush(self._heap, (ends, self._order, -1, item))
 
-    def _arrived(self, item: _Item, now: float) -> None:
+    def _arrived(self, item: Item, now: float) -> None:
         """The transfer of a prefilled prompt has ended."""
         prefiller, decoder = item.prefiller, item.decoder
         prefiller.free += item.prompt
@@ -493,7 +372,7 @@ class FastCluster:
             self._finish(decoder, item, now)
             self._reserve(decoder, now)
 
-    def _finish(self, worker: _Worker, item: _Item, now: float) -> None:
+    def _finish(self, worker: Worker, item: Item, now: float) -> None:
         number = item.number
         worker.num_decoding -= 1
         worker.context -= item.prompt + item.output
@@ -514,7 +393,7 @@ class FastCluster:
         if job is not None:
             self.submit(replace(job, at_ms=now))
 
-    def _reserve(self, worker: _Worker, now: float) -> None:
+    def _reserve(self, worker: Worker, now: float) -> None:
         """Room for those who wait for it, in order."""
         pending = worker.pending
         while pending and worker.free >= pending[0].room:
@@ -523,15 +402,3 @@ class FastCluster:
             item = pending.popleft()
             worker.free -= item.room
             self._enqueue(item.prefiller, item, now)
-
-
-def _share(pieces: list[tuple[_Item, int]], item: _Item, left: int, lender: int, most: float) -> tuple[int, int, float]:
-    """Give an item its tokens of a step; (left, lender, most) as `headwater.scheduler.budget` has them."""
-    if item.left <= left:
-        pieces.append((item, item.left))
-        return left - item.left, lender, most
-    if item.left > most:
-        return left, lender, most
-    half = left - left // 2
-    pieces.append((item, half))
-    return left - half, len(pieces) - 1, item.left / 2

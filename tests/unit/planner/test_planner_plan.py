@@ -1,5 +1,7 @@
 """Which plans of roles are worth trying."""
 
+import pytest
+
 from headwater.planner.plan import RolePlan, aggregated, candidates, loosened
 
 
@@ -22,6 +24,14 @@ def test_fixed_roles_stay() -> None:
     assert RolePlan(("prefill", "both", "both")) in plans
     assert RolePlan(("prefill", "decode", "decode")) in plans
     assert all(plan.complete for plan in plans)
+
+
+@pytest.mark.parametrize("classes", [["a"] * 300, [name for name in "abcd" for _ in range(20)], list("abcdefgh")])
+def test_large_pools_have_a_bounded_number_of_plans(classes: list[str]) -> None:
+    plans = list(candidates(classes))
+    assert len(plans) <= 300
+    assert len({plan.roles.count("prefill") for plan in plans}) > 5
+    assert plans[0].aggregated
 
 
 def test_a_plan_that_nobody_decodes_in_is_none() -> None:
