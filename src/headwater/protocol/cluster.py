@@ -42,6 +42,8 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     num_parameters: int = 0
     created: int = 0
     """Epoch seconds."""
+    adapters: list[str] = []
+    """Those of the served names that are adapters (LoRA) on top of the model."""
     relayed: bool = False
     """Requests reach the worker as clients send them, and its answers pass as they are: there is no tokenizer here."""
 

@@ -41,7 +41,7 @@ def prepare_chat(body: bytes, models: ModelLookup, asker: Asker, *, strict: bool
     tools = tool_use(fields, model, structured_spec(fields))
     text = prompt_text(fields.messages, fields, parsed.plain, model, tools_shown=tools.shown)
     ids = model.limits.encode(model.tokenizer, text, "messages", add_special_tokens=fields.add_special_tokens)
-    prompt = model.limits.prompt(ids, model.namespace(asker.salt(fields)), text)
+    prompt = model.limits.prompt(ids, model.namespace(asker.salt(fields), fields.model), text)
     asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     max_tokens = model.limits.fit_max_tokens(prompt.num_tokens, asked, None, "messages")
     stops = stop_strings(fields)
@@ -70,6 +70,7 @@ def prepare_chat(body: bytes, models: ModelLookup, asker: Asker, *, strict: bool
         stream=bool(fields.stream),
         stream_options=options,
         nvext=nvext,
+        adapter=model.adapter(fields.model),
         priority=asker.priority(fields),
         hints=asker.hints(fields),
         formatted_prompt=text,

@@ -33,7 +33,7 @@ def prepare_completion(body: bytes, models: ModelLookup, asker: Asker, *, strict
     structured = structured_spec(fields)
     logprobs = _logprob_writer(fields, model)
     choices = fields.n or 1
-    prompts = _prompts(fields, model, model.namespace(asker.salt(fields)))
+    prompts = _prompts(fields, model, model.namespace(asker.salt(fields), fields.model))
     if len(prompts) * choices > MAX_PROMPTS:
         raise InvalidRequest(
             f"{len(prompts):,} prompts with n = {choices} are {len(prompts) * choices:,} sequences, "
@@ -72,6 +72,7 @@ def prepare_completion(body: bytes, models: ModelLookup, asker: Asker, *, strict
         stream=bool(fields.stream),
         stream_options=options,
         nvext=nvext,
+        adapter=model.adapter(fields.model),
         priority=asker.priority(fields),
         hints=asker.hints(fields),
         formatted_prompt=prompts[0].text,

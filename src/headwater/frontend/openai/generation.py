@@ -57,6 +57,7 @@ class Generation(msgspec.Struct, frozen=True):
     stream: bool
     stream_options: StreamOptions
     nvext: NvExt
+    adapter: str | None = None
     priority: int = 0
     hints: RoutingHints = NO_HINTS
     formatted_prompt: str | None = None
@@ -92,6 +93,7 @@ class Generation(msgspec.Struct, frozen=True):
                 priority=self.priority,
                 deadline=deadline,
                 arrival=arrival,
+                adapter=self.adapter,
             )
             for choice in range(self.choices_per_prompt)
         ]

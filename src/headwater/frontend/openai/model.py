@@ -80,9 +80,16 @@ class ServedModel:
         self._tokens = file.tokens
         self._unsalted = namespace(card.fingerprint, card.kv_layout)
 
-    def namespace(self, salt: str) -> bytes:
-        """Key of the block ids of requests with this salt."""
-        return namespace(self.card.fingerprint, self.card.kv_layout, salt=salt) if salt else self._unsalted
+    def adapter(self, name: str) -> str | None:
+        """The adapter that a served name stands for; None for the model itself."""
+        return name if name in self.card.adapters else None
+
+    def namespace(self, salt: str, name: str = "") -> bytes:
+        """Key of the block ids of requests with this salt, under a served name."""
+        adapter = self.adapter(name) or ""
+        if not salt and not adapter:
+            return self._unsalted
+        return namespace(self.card.fingerprint, self.card.kv_layout, adapter=adapter, salt=salt)
 
     def detokenizer(self, prompt_ids: bytes, *, skip_special_tokens: bool) -> Detokenizer:
         """For one sequence that continues a prompt."""

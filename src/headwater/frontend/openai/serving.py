@@ -196,7 +196,7 @@ def _describe(model: ServedModel | RelayedModel, name: str) -> ModelAnswer:
         created=card.created,
         owned_by="headwater",
         root=card.name,
-        parent=None,
+        parent=card.name if name in card.adapters else None,
         max_model_len=card.max_model_len,
         context_window=card.max_model_len,
     )
