@@ -2,7 +2,7 @@
 
     python bench/kv_policies.py TRACE.jsonl.gz [--host 0.02 0.1 0.3] [--below 4]
 
-TRACE is Mooncake JSONL (a `hash_ids` per block of 512 tokens). Sizes are fractions of the different blocks of the trace.
+TRACE is Mooncake JSONL (one of `hash_ids` per block of 512 tokens). Sizes are fractions of its different blocks.
 Every request takes the longest prefix that host or disk tier have and then stores all its blocks; what is taken from
 disk comes up into the host tier. Figures are blocks found of all blocks asked for, and blocks written to disk.
 """
@@ -84,9 +84,8 @@ def replay(
         if disk is not None:
             below = disk.take(ids[16 * found :])
             in_disk += below
-            disk.put(
-                [b for b in chain if disk.table.find(b.id) < 0 and filtered.admit(int.from_bytes(b.id[:8], "little"))]
-            )
+            absent = [block for block in chain if disk.table.find(block.id) < 0]
+            disk.put([block for block in absent if filtered.admit(int.from_bytes(block.id[:8], "little"))])
         host.put(chain)
     return in_host / asked, (in_host + in_disk) / asked, disk.num_written if disk else 0
 
@@ -100,14 +99,10 @@ def main() -> None:
     requests = chains(args.trace)
     different = len({block.id for chain in requests for block in chain})
     asked = sum(map(len, requests))
-    print(
-        f"{len(requests)} requests, {asked} blocks asked for, {different} different: {1 - different / asked:.1%} at most"
-    )
-    print(
-        f"{'host':>6}"
-        + "".join(f"{policy:>9}" for policy in POLICIES)
-        + f"{'disk':>8}{'second use: found, written':>28}{'all: found, written':>24}"
-    )
+    most = 1 - different / asked
+    print(f"{len(requests)} requests, {asked} blocks asked for, {different} different: {most:.1%} can be found")
+    policies = "".join(f"{policy:>9}" for policy in POLICIES)
+    print(f"{'host':>6}{policies}{'disk':>8}{'second use: found, written':>28}{'all: found, written':>24}")
     for fraction in args.host:
         host_blocks = max(64, int(fraction * different))
         disk_blocks = int(args.below * host_blocks)
