@@ -1,7 +1,7 @@
 """Chat templates: messages to the text that the model was trained on.
 
 Templates are code that came with a model, so they run caged: MiniJinja (no access to Python, a budget of
-instructions) where it does what Jinja2 does, else Jinja2's immutable sandbox with a limit on output. Which one is
+instructions) where it does what Jinja2 does, else Jinja2 in a cage of ours (`template_cage`). Which one is
 decided once per model by rendering sample conversations with both. Semantics are those of Hugging Face's
 `apply_chat_template`. What a template refuses becomes an `InvalidRequest`.
 """
@@ -16,11 +16,11 @@ import jinja2
 import jinja2.meta
 import minijinja
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headwater.clock import Clock
 from headwater.errors import InvalidRequest, ModelError
 from headwater.frontend.preprocess.samples import SampleChat, sample_chats
+from headwater.frontend.preprocess.template_cage import CagedEnvironment, budget
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,17 @@ class MiniJinjaRenderer:
         )
 
     def render(self, variables: Variables) -> str:
-        return str(self._environment.render_template("chat", **variables))
+        text = str(self._environment.render_template("chat", **variables))
+        if len(text) > _MAX_GROWTH_CHARS and len(text) > (limit := _MAX_GROWTH_CHARS + _num_chars(variables)):
+            raise TemplateRefusal(f"the template wrote more than {limit:,} characters")
+        return text
 
 
 class Jinja2Renderer:
-    """The original, in its immutable sandbox."""
+    """The original, caged."""
 
     def __init__(self, source: str, strftime_now: Callable[[str], str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS)
+        environment = CagedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS)
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = strftime_now
@@ -76,7 +79,7 @@ class Jinja2Renderer:
         limit = _MAX_GROWTH_CHARS + _num_chars(variables)
         parts: list[str] = []
         size = 0
-        for part in self._template.generate(**variables):
+        for part in self._template.generate(**variables, **budget()):
             size += len(part)
             if size > limit:
                 raise TemplateRefusal(f"the template wrote more than {limit:,} characters")
@@ -118,7 +121,7 @@ class ChatTemplate:
 
         try:
             self._reference = Jinja2Renderer(source, strftime_now)
-            names = jinja2.meta.find_undeclared_variables(jinja2.Environment(extensions=_EXTENSIONS).parse(source))
+            names = jinja2.meta.find_undeclared_variables(CagedEnvironment(extensions=_EXTENSIONS).parse(source))
         except _CANNOT_RENDER as error:
             raise ModelError(f"the chat template does not compile: {error}") from error
         self.source = source
@@ -158,6 +161,8 @@ class ChatTemplate:
         try:
             return self._renderer.render(variables)
         except minijinja.TemplateError as error:
+            if _out_of_fuel(error):
+                raise _refused(error) from error
             logger.debug("minijinja cannot render this conversation, trying jinja2: %s", error)
         except TemplateRefusal as refusal:
             raise _refused(refusal) from refusal
@@ -177,6 +182,8 @@ class ChatTemplate:
                     logger.warning("using jinja2 for this chat template: minijinja renders %s differently", chat.name)
                     return self._reference
         except _CANNOT_RENDER as error:
+            if _out_of_fuel(error):
+                raise ModelError("the chat template does not come to an end") from error
             logger.warning("using jinja2 for this chat template: %s", error)
             return self._reference
         return fast
@@ -191,10 +198,18 @@ class ChatTemplate:
         }
 
 
+def _out_of_fuel(error: Exception) -> bool:
+    return "out of fuel" in str(error)
+
+
 def _outcome(renderer: Renderer, variables: Variables) -> str | None:
-    """The text, or None when the template refuses or fails."""
+    """The text, or None when the template refuses or fails. Lets out what never comes to an end."""
     try:
         return renderer.render(variables)
+    except minijinja.TemplateError as error:
+        if _out_of_fuel(error):
+            raise
+        return None
     except (TemplateRefusal, *_CANNOT_RENDER):
         return None
 
