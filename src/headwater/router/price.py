@@ -52,14 +52,14 @@ class Profile:
 END_TO_END = Profile(
     own_decode=0.25,
     successors=0.4,
-    stall=0.4,
-    stall_decoding=0.35,
+    stall=0.35,
+    stall_decoding=0.3,
     slow_down=0.25,
-    worker_time=1.0,
-    crowd_time=0.2,
-    churn_time=1.75,
-    home_share=0.05,
-    home_ms=15.0,
+    worker_time=0.75,
+    crowd_time=0.15,
+    churn_time=2.5,
+    home_share=0.1,
+    home_ms=30.0,
 )
 """A ms before the first token counts as two after it."""
 FIRST_TOKEN = Profile(
