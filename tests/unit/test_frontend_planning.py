@@ -35,6 +35,9 @@ def view_of(num_workers: int, *, adaptive: bool = True, role: Role = "both") -> 
         made = msgspec.structs.replace(instance(f"w{number}", LIMITS), adaptive=adaptive, role=role)
         view.put(made)
         view.set_connected(made.worker_id, True)
+        worker = view.worker(made.worker_id)
+        assert worker is not None
+        view.book(worker, 100, 10)
     model: StepModel = view.perf.steps(time_class(made))
     shapes = [StepShape(tokens, tokens * tokens / 2) for tokens in (64, 1024, 2048)]
     shapes += [StepShape(0, 0, number, number * 500) for number in (1, 16, 64)]
@@ -92,12 +95,16 @@ def test_adaptive_workers_are_given_roles_and_told_until_they_have_them() -> Non
     asyncio.run(work())
 
 
-@pytest.mark.parametrize("why", ["fixed roles", "one worker", "another frontend plans"])
+@pytest.mark.parametrize("why", ["fixed roles", "one worker", "another frontend plans", "nothing was asked here"])
 def test_nobody_is_told_anything(why: str) -> None:
     view = view_of(1 if why == "one worker" else 4, adaptive=why != "fixed roles")
     if why == "another frontend plans":
         load = LoadReport(1, 0, 0, 100, 50, frontends=[FrontendLoad("fe-a", 0, 1, 0, 0.0, 10)])
         view.report("w0", load)
+    if why == "nothing was asked here":
+        for worker in view.workers:
+            view.set_connected(worker.worker_id, False)
+            view.set_connected(worker.worker_id, True)
     log, told = DecisionLog(), dict[str, Role]()
     prefill_heavy(log, RealClock())
 

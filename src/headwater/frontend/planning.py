@@ -1,8 +1,9 @@
 """Keeps the roles of adaptive workers fitting to the traffic: looks, lets the planner think elsewhere, tells workers.
 
 A decision takes tenths of a second of computing, so it is made in a process of its own, at low priority; the planner
-travels there and back. Nothing depends on it: while it cannot decide, roles stay as they are. Of several frontends the
-one with the least id plans, by what it sees itself and by how large a part of all work that is.
+travels there and back. Nothing depends on it: while it cannot decide, roles stay as they are. Of several frontends that
+had requests in the last minute the one with the least id plans, by what it sees itself and by how large a part of all
+work that is.
 """
 
 import asyncio
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _DECIDE_TIMEOUT_S = 60.0
 _NICE = 10
+_ACTIVE_S = 60.0
+"""That a frontend counts after its last request."""
 
 TellRole = Callable[[str, Role], None]
 """By worker id."""
@@ -66,6 +69,8 @@ class Planning:
         self._clock = clock
         self._tell = tell
         self._settings = settings
+        self._active: dict[str, float] = {}
+        """When each frontend was last known to have requests open."""
         self._executor: Executor | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -131,9 +136,15 @@ class Planning:
         }
 
     def _leads(self, workers: Iterable[WorkerView]) -> bool:
+        """Whether this frontend has the least id of those that had requests lately."""
+        now = self._clock.now()
         loads = [worker.load for worker in workers if worker.load is not None]
-        others = [load.frontend_id for report in loads for load in report.frontends]
-        return all(self._view.frontend_id <= other for other in others)
+        for load in loads:
+            self._active.update({told.frontend_id: now for told in load.frontends})
+        if any(worker.booked_sequences for worker in workers):
+            self._active[self._view.frontend_id] = now
+        self._active = {name: seen for name, seen in self._active.items() if now - seen < _ACTIVE_S}
+        return min(self._active, default="") == self._view.frontend_id
 
     async def _plan(self, fingerprint: str, workers: list[WorkerView]) -> None:
         now_ms = self._clock.epoch() * 1000
