@@ -1,6 +1,9 @@
 """Adaptive roles live, beside prefill always remote and never remote: real processes, real transfers, mocker workers.
 
     python bench/disagg_live.py [--isl 64 2048 8192] [--osl 16 128] [--load 0.5 0.9] [--seconds 15]
+    python bench/disagg_live.py --native --isl 128 512 --osl 16 64 --load 0.3 0.6
+
+With --native two workers of the native engine serve the demo model, and load 1.0 is two requests a second.
 
 Three clusters of four workers run side by side, one under load at a time: `adaptive` (--role adaptive), `remote` (two
 prefill and two decode workers, every prompt moved) and `local` (all workers do both). Steps take as long as modelled,
@@ -57,11 +60,17 @@ ENGINE = EngineConfig(
 )
 OBJECTIVE = Objective(ttft_ms=2000.0, tpot_ms=30.0)
 PLANNED = DisaggConfig(plan_ttft=OBJECTIVE.ttft_ms / 1000, plan_tpot=OBJECTIVE.tpot_ms / 1000, plan_interval=1.0)
-MODES: dict[str, dict[str, object]] = {
-    "adaptive": {"workers": WORKERS, "role": "adaptive", "disagg": "plan"},
-    "remote": {"prefill": 2, "decode": 2, "disagg": "always"},
-    "local": {"workers": WORKERS, "disagg": "never"},
-}
+NATIVE = EngineConfig(engine="native", served_model_name=("mock",), max_model_len=2048, num_kv_blocks=1024)
+NATIVE_RATE = 2.0
+
+
+def modes(num_workers: int) -> dict[str, dict[str, object]]:
+    half = num_workers // 2
+    return {
+        "adaptive": {"workers": num_workers, "role": "adaptive", "disagg": "plan"},
+        "remote": {"prefill": half, "decode": num_workers - half, "disagg": "always"},
+        "local": {"workers": num_workers, "disagg": "never"},
+    }
 
 
 @dataclass(frozen=True)
@@ -102,15 +111,16 @@ def capacity(cell: Cell) -> float:
 
 
 @contextlib.contextmanager
-def serving(mode: str, log: str | None) -> Iterator[str]:
+def serving(mode: str, args: argparse.Namespace) -> Iterator[str]:
     """URL of a cluster of real processes, once it is ready."""
-    port = free_port()
-    settings = dict(MODES[mode])
+    port, num_workers = free_port(), 2 if args.native else WORKERS
+    settings = dict(modes(num_workers)[mode])
+    engine = NATIVE if args.native else ENGINE
     disaggregation = msgspec.structs.asdict(PLANNED) | {
         name: settings.pop(name) for name in ("role", "disagg") if name in settings
     }
     graph = settings | {
-        "engine": {name: value for name, value in msgspec.structs.asdict(ENGINE).items() if value is not None},
+        "engine": {name: value for name, value in msgspec.structs.asdict(engine).items() if value is not None},
         "disaggregation": {name: value for name, value in disaggregation.items() if value not in (None, ())},
     }
     with tempfile.TemporaryDirectory(prefix="hw-live-") as folder:
@@ -118,11 +128,13 @@ def serving(mode: str, log: str | None) -> Iterator[str]:
         config.write_bytes(msgspec.yaml.encode(graph))
         command = [sys.executable, "-m", "headwater", "serve", "--config", str(config), "--port", str(port)]
         environment = {**os.environ, "XDG_RUNTIME_DIR": folder, "OMP_NUM_THREADS": "1"}
-        with running([command], environment, log) as children:
-            deadline = time.monotonic() + 120
+        with running([command], environment, args.log) as children:
+            deadline = time.monotonic() + 240
             while time.monotonic() < deadline and children[0].poll() is None:
                 with contextlib.suppress(urllib.error.URLError, OSError):
-                    if ready_workers(port) >= (WORKERS if "workers" in settings else 2):
+                    if ready_workers(port) >= (
+                        num_workers if "workers" in settings else num_workers - num_workers // 2
+                    ):
                         time.sleep(1.0)
                         yield f"http://127.0.0.1:{port}"
                         return
@@ -170,7 +182,7 @@ def roles(url: str) -> str:
 
 
 def measure(cell: Cell, urls: dict[str, str], args: argparse.Namespace) -> dict[str, Figures]:
-    rate = min(args.most, cell.load * capacity(cell))
+    rate = min(args.most, cell.load * (NATIVE_RATE if args.native else capacity(cell)))
     seen: dict[str, list[Figures]] = {mode: [] for mode in urls}
     for repeat in range(args.repeats):
         requests = requests_of(cell, rate, args.settle + args.seconds, repeat)
@@ -217,6 +229,7 @@ def main() -> None:
     parser.add_argument("--settle", type=float, default=10.0)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--most", type=float, default=40.0, help="requests a second, for the sake of small machines")
+    parser.add_argument("--native", action="store_true")
     parser.add_argument("--log")
     args = parser.parse_args()
     cells = [Cell(isl, osl, load) for isl in args.isl for osl in args.osl for load in args.load]
@@ -224,7 +237,7 @@ def main() -> None:
         "cell, rate, then per mode: goodput, TTFT ms, TPOT ms, E2E ms; at last the roles that adaptive has", flush=True
     )
     with contextlib.ExitStack() as stack:
-        urls = {mode: stack.enter_context(serving(mode, args.log)) for mode in MODES}
+        urls = {mode: stack.enter_context(serving(mode, args)) for mode in modes(WORKERS)}
         compare([measure(cell, urls, args) for cell in cells])
 
 
