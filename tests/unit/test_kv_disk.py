@@ -183,7 +183,7 @@ def test_a_medium_that_fails_is_paused(tmp_path: Path) -> None:
             for _ in range(8):
                 found = await served(tier, "a")
                 assert all(answer is Absent.FAILED for answer in found)
-            with pytest.raises(TierUnavailable, match="failed repeatedly"):
+            with pytest.raises(TierUnavailable, match="fails again and again"):
                 await served(tier, "a")
 
     asyncio.run(check())

@@ -10,7 +10,9 @@ The tier refuses work while the medium does not answer (`TierUnavailable`), and 
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from headwater.kv.block import Block, Family
 from headwater.kv.lifecycle import Refusal
 from headwater.kv.space import Space
 from headwater.kv.stores.base import Absent, Kept, TierEvent, TierUsage
+from headwater.kv.stores.breaker import Breaker
 from headwater.kv.stores.disk_files import DiskFiles
 from headwater.kv.stores.disk_io import DiskIo, Outcome, Piece
 from headwater.kv.stores.host import KEPT, BlockWorth, TierOptions, equal_worth, in_steps, make_ledger, usage_of
@@ -31,7 +34,6 @@ logger = logging.getLogger(__name__)
 _HOLDER = 0
 _STALL_S = 10.0
 _FAILURES_BEFORE_PAUSE = 8
-_PAUSE_S = 30.0
 _CLOSE_S = 30.0
 
 
@@ -68,8 +70,7 @@ class DiskTier:
         self._io = DiskIo(self._files.fd, self._files.direct_fd, options.num_threads, clock)
         self._turns = asyncio.Semaphore(options.max_calls)
         self._num_failed = 0
-        self._failures_in_a_row = 0
-        self._paused_until = float("-inf")
+        self._breaker = Breaker(clock, random.Random().random, threshold=_FAILURES_BEFORE_PAUSE)
         self._closed = False
 
     def known(self, ids: bytes) -> bytes:
@@ -80,15 +81,11 @@ class DiskTier:
         return self.known(ids)
 
     async def put(self, family: Family, blocks: Sequence[Block], payloads: Sequence[memoryview]) -> list[Kept]:
-        self._check_working()
-        async with self._turns:
-            self._check_working()
+        async with self._working():
             return await self._put(family, blocks, payloads)
 
     async def get(self, family: Family, ids: bytes, into: Sequence[memoryview]) -> list[Block | Absent]:
-        self._check_working()
-        async with self._turns:
-            self._check_working()
+        async with self._working():
             return await self._get(family, ids, into)
 
     async def remove(self, ids: bytes) -> int:
@@ -185,24 +182,34 @@ class DiskTier:
             self._files.write_manifest(families)
 
     def _judge(self, outcome: Outcome) -> Outcome:
-        """Keep count of failures, and pause the tier when the medium fails again and again."""
+        """A medium that fails again and again is left alone for a while."""
         self._num_failed += len(outcome.failed)
-        self._failures_in_a_row = self._failures_in_a_row + 1 if outcome.failed else 0
-        if self._failures_in_a_row >= _FAILURES_BEFORE_PAUSE:
-            self._failures_in_a_row = 0
-            self._paused_until = self._clock.now() + _PAUSE_S
-            logger.error("the disk tier at %s fails again and again: pausing it", self.options.folder)
+        if not outcome.failed:
+            self._breaker.succeed()
+        elif self._breaker.fail(f"{self.options.folder} fails again and again"):
+            logger.error("the disk tier: %s", self._breaker.reason)
         return outcome
+
+    @asynccontextmanager
+    async def _working(self) -> AsyncIterator[None]:
+        """A turn at a medium that answers."""
+        self._check_open()
+        self._check_stalled()
+        async with self._turns:
+            self._check_open()
+            self._check_stalled()
+            if not self._breaker.allow():
+                raise TierUnavailable(self._breaker.reason, retry_after_s=self._breaker.retry_after_s())
+            try:
+                yield
+            finally:
+                self._breaker.abandon()
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosed("the disk tier is closed")
 
-    def _check_working(self) -> None:
-        self._check_open()
-        pause_s = self._paused_until - self._clock.now()
-        if pause_s > 0:
-            raise TierUnavailable(f"{self.options.folder} failed repeatedly", retry_after_s=pause_s)
+    def _check_stalled(self) -> None:
         stalled_s = self._io.stalled_s()
         if stalled_s > _STALL_S:
             raise TierUnavailable(
