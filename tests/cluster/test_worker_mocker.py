@@ -127,7 +127,7 @@ def test_blocks_are_free_after_an_abort_at_any_stage(tokenizer: Path, stage: str
             await link.connect(watcher.on_frame, lambda error: None, 5)
             link.send(Submit([request(stream, 100, 10_000) for stream in range(40)]))
             await eventually(lambda: len(watcher.tokens) == 16, "16 of 40 to run")
-            assert not watcher.idle()
+            await eventually(lambda: not watcher.idle(), "the load to be told")
             waiting = [stream for stream in range(40) if stream not in watcher.tokens]
             if stage == "gone":
                 await link.close()

@@ -10,8 +10,6 @@ the engine could not finish it. What a vanished frontend asked for is aborted at
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +20,6 @@ import msgspec
 from headwater.engines.base import Engine, EngineInfo, Progress, ProgressSink
 from headwater.errors import Draining, EngineFailed, HeadwaterError, InvalidRequest, Unavailable
 from headwater.handoff.service import Handoffs
-from headwater.protocol import PROTOCOL_VERSION
-from headwater.protocol.cluster import CatalogueEntry, Instance, ModelCard
 from headwater.protocol.events import LoadReport, WorkerEvent
 from headwater.protocol.frames import (
     Abort,
@@ -37,13 +33,14 @@ from headwater.protocol.frames import (
 )
 from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput
 from headwater.runtime.planes import Planes
-from headwater.runtime.registry.base import Lease, Registry
+from headwater.runtime.registry.base import Registry
 from headwater.runtime.requests.base import WorkerLink
 from headwater.tiers.service import KvTiers
 from headwater.transfer.options import AgentOptions
 from headwater.types import Role
 from headwater.worker.artifacts import ArtifactStore
 from headwater.worker.load import REPORT_INTERVAL_S, SHARED_INTERVAL_S, LoadReporter
+from headwater.worker.record import WorkerRecord, starting
 from headwater.worker.shares import FrontendShares
 from headwater.worker.streams import StreamTable
 
@@ -51,7 +48,6 @@ _log = logging.getLogger(__name__)
 
 SETTLE_S = 0.3
 """Time for frontends to hear of the draining before the worker closes, even when nothing is open."""
-RELEASE_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 20.0
 HURRY_TIMEOUT_S = 2.0
 
@@ -79,7 +75,7 @@ class WorkerShell:
 
     def __init__(self, engine: Engine, registry: Registry, planes: Planes, config: ShellConfig) -> None:
         self._engine = engine
-        self._registry = registry
+        self._record = WorkerRecord(registry)
         self._config = config
         self._planes = planes
         self._listener = planes.listener()
@@ -88,7 +84,6 @@ class WorkerShell:
         self._streams = StreamTable()
         self._shares = FrontendShares()
         self._artifacts = ArtifactStore([], {})
-        self._lease: Lease | None = None
         self._handoffs: Handoffs | None = None
         self._tiers = (
             KvTiers(engine, config.kv_socket, config.worker_id, self._publisher.publish) if config.kv_socket else None
@@ -112,8 +107,17 @@ class WorkerShell:
         """Load, register, be ready. Raises what the engine raises; `close` is to be called all the same."""
         request_address = await self._listener.listen(self._config.worker_id, self._on_frame, self._on_gone)
         event_address = await self._publisher.open(self._config.worker_id, self._snapshot)
-        instance = self._starting(request_address, event_address)
-        self._lease = await self._registry.register(instance)
+        await self._record.register(
+            starting(
+                self._config.worker_id,
+                self._config.served_name,
+                request_address,
+                event_address,
+                engine=self._config.engine,
+                role=self._config.role,
+                adaptive=self._config.adaptive,
+            )
+        )
         info = await self._engine.start(self, _without_ready(progress))
         self._artifacts = ArtifactStore(info.card.artifacts, info.artifacts)
         self._handoffs = Handoffs(
@@ -122,10 +126,8 @@ class WorkerShell:
         if self._tiers is not None:
             await self._tiers.start(info)
         await self._engine.set_role(self._config.role)
-        self._instance = _ready(instance, info)
         self._refusing = self._failure
-        await self._registry.put_model(CatalogueEntry(info.card.name, info.card))
-        await self._lease.update(self._instance)
+        await self._record.ready(info)
         progress(Progress("ready", detail=info.card.name))
         return info
 
@@ -170,9 +172,7 @@ class WorkerShell:
             return
         self._closed = True
         self._refusing = self._refusing or Draining("this worker was closed")
-        if self._lease is not None:
-            with contextlib.suppress(TimeoutError, HeadwaterError):
-                await asyncio.wait_for(self._lease.release(), RELEASE_TIMEOUT_S)
+        await self._record.release()
         try:
             if self._tiers is not None:
                 await self._tiers.close()
@@ -204,7 +204,7 @@ class WorkerShell:
     async def _drain(self) -> None:
         _log.info("draining: %d streams are open", len(self._streams))
         self._refusing = Draining("this worker is draining; another one will take the request")
-        await self._announce_draining()
+        await self._record.change(state="draining")
         settled = asyncio.ensure_future(self._settle())
         hurrying = asyncio.ensure_future(self._hurrying.wait())
         try:
@@ -219,15 +219,6 @@ class WorkerShell:
     async def _settle(self) -> None:
         handed_over = self._handoffs.drain(self._drain_s) if self._handoffs is not None else asyncio.sleep(0)
         await asyncio.gather(self._engine.drain(self._drain_s), handed_over, asyncio.sleep(SETTLE_S))
-
-    async def _announce_draining(self) -> None:
-        if self._lease is None:
-            return
-        instance = msgspec.structs.replace(self._instance, state="draining")
-        try:
-            await asyncio.wait_for(self._lease.update(instance), RELEASE_TIMEOUT_S)
-        except (TimeoutError, HeadwaterError) as error:
-            _log.warning("the registry could not be told of the draining: %s", error)
 
     # Frontends
 
@@ -326,14 +317,8 @@ class WorkerShell:
         if former is not None:
             await asyncio.gather(former, return_exceptions=True)
         await self._engine.set_role(role)
-        self._instance = msgspec.structs.replace(self._instance, role=role)
-        if self._lease is None or self._closed:
-            return
-        try:
-            await asyncio.wait_for(self._lease.update(self._instance), RELEASE_TIMEOUT_S)
+        if await self._record.change(role=role):
             _log.info("this worker's role is %s now", role)
-        except (TimeoutError, HeadwaterError) as error:
-            _log.warning("the registry could not be told of the role %s: %s", role, error)
 
     def _abort(self, handles: Sequence[int]) -> None:
         if handles:
@@ -397,36 +382,6 @@ class WorkerShell:
         self._end_open(self._failure)
         self._stopping.set()
 
-    # Instance
-
-    def _starting(self, request_address: str, event_address: str) -> Instance:
-        """Before the engine has loaded, the card says little more than the name."""
-        name = self._config.served_name
-        card = ModelCard(
-            name=name,
-            served_names=[name],
-            fingerprint="",
-            architecture="",
-            dtype="",
-            kv_layout="",
-            max_model_len=0,
-            block_size=0,
-            vocab_size=0,
-        )
-        return Instance(
-            worker_id=self._config.worker_id,
-            role=self._config.role,
-            adaptive=self._config.adaptive,
-            state="starting",
-            card=card,
-            request_address=request_address,
-            event_address=event_address,
-            engine=self._config.engine,
-            version=PROTOCOL_VERSION,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-        )
-
 
 def _without_ready(progress: ProgressSink) -> ProgressSink:
     """An engine is ready before its worker is: that is told when the registry knows."""
@@ -436,19 +391,6 @@ def _without_ready(progress: ProgressSink) -> ProgressSink:
             progress(report)
 
     return pass_on
-
-
-def _ready(instance: Instance, info: EngineInfo) -> Instance:
-    return msgspec.structs.replace(
-        instance,
-        state="ready",
-        card=info.card,
-        engine=info.engine,
-        kv_blocks=info.kv_blocks,
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=info.max_num_batched_tokens,
-        hardware=info.hardware,
-    )
 
 
 def _refusal(stream: int, error: HeadwaterError) -> SequenceOutput:
