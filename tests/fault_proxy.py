@@ -42,7 +42,7 @@ class FaultProxy:
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, ValueError):  # a client that left in the middle
                     proxy._serve(self.request)
 
         class Server(socketserver.ThreadingTCPServer):

@@ -91,7 +91,7 @@ def test_a_new_node_finds_what_a_killed_one_left_in_the_bucket(
     async def read() -> None:
         async with client_of(run_folder / "two") as client:
             tier, loaded = await load(client, run)
-            assert (tier, loaded) == ("object", 256), "two whole objects of 128 blocks"
+            assert (tier, loaded) == ("object", 256), "four whole objects of 64 blocks"
 
     with store_process(run_folder / "one", *flags, "--owner", "one") as process:
         asyncio.run(write(process))

@@ -43,7 +43,7 @@ class Site:
             "cap_bytes": 1 << 20,
             "min_object_bytes": run_bytes,
             "target_object_bytes": run_bytes,
-            "request_timeout_s": 1.0,
+            "request_timeout_s": 1.5,
             "stall_timeout_s": 0.5,
             "retries": 2,
         }
@@ -182,6 +182,20 @@ async def test_a_server_that_never_answers_is_given_up_in_time(site: Site) -> No
         assert time.monotonic() - started < 1, "a look-up waits no longer than it may"
         await fails(run.get(tier))
         assert time.monotonic() - started < 10
+
+
+@on_loop
+async def test_a_look_up_goes_on_for_the_next_who_asks(site: Site) -> None:
+    run = Run("a", RUN_BLOCKS)
+    async with site.tier() as tier:
+        await run.put(tier)
+    async with site.tier("node-b") as tier:
+        site.proxy.faults = Faults(bytes_per_s=2000)
+        for _ in range(3):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.001):
+                    await tier.contains(FAMILY, run.ids)
+        await eventually(lambda: tier.known(run.ids) == b"\1" * RUN_BLOCKS, "the answer comes")
 
 
 @on_loop

@@ -25,6 +25,7 @@ from headwater.kv.stores.breaker import Breaker
 from headwater.kv.stores.finishing import finished
 from headwater.kv.stores.peer_session import PeerSession
 from headwater.kv.stores.peer_wire import MAX_IDS, Ask, Borrow, GiveBack, Have, Lent, LentBlock, Place, Returned
+from headwater.kv.stores.searches import Searches
 from headwater.transfer.agent import Agent
 from headwater.transfer.memory import address_of
 from headwater.transfer.regions import Region
@@ -80,6 +81,7 @@ class PeerTier:
         self._seen: OrderedDict[bytes, _Sighting] = OrderedDict()
         self._absent: OrderedDict[bytes, float] = OrderedDict()
         self._journal = Journal("peer")
+        self._searches = Searches()
         self._usage = TierUsage(0, 0, 0)
         self._movers = ThreadPoolExecutor(options.movers, thread_name_prefix="kv-peer")
         self._closed = False
@@ -108,7 +110,7 @@ class PeerTier:
             if not here and self._absent.get(split[number], now) <= now
         ]
         if unsure:
-            await self._ask_all(family, split, unsure)
+            await self._searches.run(self._ask_all(family, split, unsure))
             known = self.known(ids)
         return known
 
@@ -291,6 +293,7 @@ class PeerTier:
         if self._closed:
             return
         self._closed = True
+        await self._searches.close()
         await asyncio.gather(*(session.close() for session in self.sessions))
         await asyncio.to_thread(self._movers.shutdown)
 

@@ -29,8 +29,10 @@ _ENTRY = Struct("<16sQ")
 _SUM = Struct("<Q")
 MIN_OBJECT_BYTES = 1 << 20
 TARGET_OBJECT_BYTES = 8 << 20
-MAX_RUN_BLOCKS = 16
-"""A run may have more only where it would be smaller than an object should be."""
+USUAL_RUN_BLOCKS = 16
+"""A run has more only where it would be smaller than an object should be."""
+MAX_RUN_BLOCKS = 64
+"""Tiny blocks make small objects rather than runs that no prompt fills."""
 
 
 class DamagedRun(Exception):
@@ -71,8 +73,8 @@ def run_shape(
 ) -> RunShape:
     """The same on every node, so that all find the same objects."""
     payload = family.payload_bytes
-    wanted = max(-(-min_bytes // payload), min(MAX_RUN_BLOCKS, target_bytes // payload), 1)
-    return RunShape(wanted, payload, family_digest(family))
+    wanted = max(-(-min_bytes // payload), min(USUAL_RUN_BLOCKS, target_bytes // payload), 1)
+    return RunShape(min(wanted, MAX_RUN_BLOCKS), payload, family_digest(family))
 
 
 def family_folder(digest: bytes) -> str:

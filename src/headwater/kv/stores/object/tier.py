@@ -27,6 +27,7 @@ from headwater.kv.stores.object.options import ObjectOptions
 from headwater.kv.stores.object.reading import Reader
 from headwater.kv.stores.object.upkeep import Upkeep
 from headwater.kv.stores.object.writing import Writer
+from headwater.kv.stores.searches import Searches
 from headwater.types import Tier
 
 _MAX_CALLS = 64
@@ -47,6 +48,7 @@ class ObjectTier:
         self._writer = Writer(self._catalogue, self._bucket, self._reader, clock)
         self._upkeep = Upkeep(self._catalogue, self._bucket, self._writer, clock, chance)
         self._calls = asyncio.Semaphore(_MAX_CALLS)
+        self._searches = Searches()
         self._closed = False
         self._upkeep.start()
 
@@ -58,8 +60,8 @@ class ObjectTier:
         return self._catalogue.known(ids)
 
     async def contains(self, family: Family, ids: bytes, first: int = 0) -> bytes:
-        async with self._in_flight():
-            await self._reader.search(family, ids, first)
+        self._check_open()
+        await self._searches.run(self._reader.search(family, ids, first))
         return self.known(ids)
 
     async def put(self, family: Family, blocks: Sequence[Block], payloads: Sequence[memoryview]) -> list[Kept]:
@@ -98,6 +100,7 @@ class ObjectTier:
             async with asyncio.timeout(self._catalogue.options.request_timeout_s):
                 for _ in range(_MAX_CALLS):  # each call in flight holds one, and those in line find it closed
                     await self._calls.acquire()
+        await self._searches.close()
         await self._upkeep.close()
         await self._reader.close()
         self._bucket.close()
