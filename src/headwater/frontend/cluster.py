@@ -240,11 +240,17 @@ class Cluster:
             now = self._loop.time()
             self._vigil.forgive(max(0.0, now - last - 2 * look_s))
             last = now
-            for worker_id, silent_s in self._vigil.hanging(now):
-                if self._vigil.may_be_put_aside(worker_id, silent_s):
-                    self._quarantine(worker_id, f"worker {worker_id} has not moved on for {silent_s:.1f} s")
-            for worker_id in self._vigil.due_for_canary(now):
-                self._spawn(self._check_idle(worker_id))
+            try:
+                self._look_after(now)
+            except Exception:  # the task's border: one bad look must not be the last one
+                logger.exception("looking after the workers failed")
+
+    def _look_after(self, now: float) -> None:
+        for worker_id, silent_s in self._vigil.hanging(now):
+            if self._vigil.may_be_put_aside(worker_id, silent_s):
+                self._quarantine(worker_id, f"worker {worker_id} has not moved on for {silent_s:.1f} s")
+        for worker_id in self._vigil.due_for_canary(now):
+            self._spawn(self._check_idle(worker_id))
 
     async def _check_idle(self, worker_id: str) -> None:
         connection = self._connections.get(worker_id)

@@ -1,10 +1,11 @@
 """Who does not move on? Held against what the time model expects, not against a fixed time.
 
 A worker moves on when it sends a step, or when its engine's own loop makes a report. One that has work of ours and
-did neither for `PATIENCE` times its longest expected step, and for no less than the floor, hangs. While nothing is
-known of its steps it is given longer. When many hang at once it is more likely that everything is slow: beyond half of
-those that serve a model a worker is given much longer, and the last one is never put aside. An idle worker that has not
-computed for a while is due for a canary. Pure: time comes in; a stall of our own (`forgive`) is nobody's fault.
+did neither for `PATIENCE` times its longest step, expected or seen of late, and for no less than the floor, hangs.
+While nothing is known of its steps it is given longer. When many hang at once it is more likely that everything is
+slow: beyond half of those that serve a model a worker is given much longer, and the last one is never put aside. An
+idle worker that has not computed for a while is due for a canary. Pure: time comes in; a stall of our own (`forgive`)
+is nobody's fault.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from headwater.router.view import ClusterView, WorkerView
 
 PATIENCE = 5.0
 """Times the longest step that is expected."""
+_FADING = 0.95
 _PATIENCE_WITH_MANY = 5.0
 """Times the longest silence that is in order, while half of the workers are out of service."""
 
@@ -36,6 +38,8 @@ class _Watched:
     """When it last did, or began to have work of ours."""
     computed: float
     """When it last took a step."""
+    slowest_ms: float = 0.0
+    """Of the steps it took of late; fades with every report."""
     turns: int = -1
     steps: int = -1
     busy: bool = False
@@ -70,6 +74,8 @@ class Vigil:
         if load.turns != watched.turns:
             watched.moved_on = now
         watched.steps, watched.turns = load.steps, load.turns
+        slowest_ms = max([timing.duration_ms for timing in load.timings], default=0.0)
+        watched.slowest_ms = max(slowest_ms, _FADING * watched.slowest_ms)
 
     def forgive(self, seconds: float) -> None:
         """We did not look for so much longer than meant."""
@@ -119,7 +125,9 @@ class Vigil:
         """The longest silence that is in order."""
         if worker.costs is None:
             return max(self.limits.hang_timeout_s, self.limits.unknown_timeout_s)
-        return max(self.limits.hang_timeout_s, PATIENCE * longest_step_ms(worker) / 1e3)
+        watched = self._watched.get(worker.worker_id)
+        seen_ms = watched.slowest_ms if watched is not None else 0.0
+        return max(self.limits.hang_timeout_s, PATIENCE * max(longest_step_ms(worker), seen_ms) / 1e3)
 
 
 def longest_step_ms(worker: WorkerView) -> float:

@@ -1,0 +1,108 @@
+"""Who does not move on: bounds from expected and seen steps, own stalls, repeated reports."""
+
+import msgspec
+import pytest
+
+from headwater.frontend.vigil import Vigil, VigilLimits, longest_step_ms
+from headwater.perf.model import StepModel, StepShape
+from headwater.protocol.events import LoadReport, StepTiming
+from headwater.router.view import ClusterView, WorkerView, time_class
+from headwater.runtime.registry.conformance import example_instance
+
+LIMITS = VigilLimits(hang_timeout_s=2.0, unknown_timeout_s=30.0, canary_interval_s=10.0, look_s=0.25)
+REPORT = LoadReport(1, 0, 0, 100, 90)
+
+
+def watched(step_ms: float | None = 10.0) -> tuple[Vigil, WorkerView]:
+    view = ClusterView()
+    for worker_id in ("w", "x"):
+        view.put(example_instance(worker_id, max_num_batched_tokens=512))
+        view.set_connected(worker_id, True)
+    worker = view.worker("w")
+    assert worker is not None
+    if step_ms is not None:
+        model = StepModel()
+        for sequences in (1, 2, 4, 8):
+            model.believe([(StepShape(decode_sequences=sequences, decode_context_tokens=100), step_ms)], 100.0)
+        view.set_costs(time_class(worker.instance), model, 512)
+    vigil = Vigil(view, LIMITS)
+    vigil.add("w", 0.0)
+    return vigil, worker
+
+
+def busy(vigil: Vigil, worker: WorkerView) -> None:
+    vigil._view.book(worker, 100, 10)
+
+
+def test_an_idle_worker_never_hangs() -> None:
+    vigil, _ = watched()
+    assert vigil.hanging(1000.0) == []
+
+
+@pytest.mark.parametrize(("step_ms", "least_s"), [(10.0, 2.0), (900.0, 4.5), (None, 30.0)])
+def test_the_bound_is_five_steps_or_the_floor(step_ms: float | None, least_s: float) -> None:
+    vigil, worker = watched(step_ms)
+    busy(vigil, worker)
+    bound_s = vigil.bound_s(worker)
+    assert least_s <= bound_s <= 2.5 * least_s, "five steps, of which one may prefill besides"
+    assert vigil.hanging(100.0) == [], "its work has just come"
+    assert vigil.hanging(100.0 + bound_s - 0.3) == []
+    ((found, silent_s),) = vigil.hanging(100.0 + bound_s + 0.3)
+    assert found == "w"
+    assert silent_s == pytest.approx(bound_s + 0.3)
+    assert step_ms is None or longest_step_ms(worker) >= step_ms * 0.9
+
+
+def test_slow_steps_seen_of_late_widen_the_bound_for_a_while() -> None:
+    vigil, worker = watched()
+    busy(vigil, worker)
+    slow = msgspec.structs.replace(REPORT, steps=1, turns=1, timings=[StepTiming(0, 0, 1, 100, 1000.0)])
+    vigil.reported("w", slow, 10.0)
+    assert vigil.bound_s(worker) == pytest.approx(5.0)
+    for turn in range(2, 102):
+        vigil.reported("w", msgspec.structs.replace(REPORT, steps=turn, turns=turn), 10.0)
+    assert vigil.bound_s(worker) == pytest.approx(2.0)
+
+
+def test_steps_and_turns_of_the_loop_are_signs_of_life_and_repetitions_are_not() -> None:
+    vigil, worker = watched()
+    busy(vigil, worker)
+    vigil.hanging(0.0)
+    for second in range(1, 10):
+        vigil.reported("w", msgspec.structs.replace(REPORT, turns=second), float(second))
+    assert vigil.hanging(10.0) == []
+    for second in range(10, 13):
+        vigil.reported("w", msgspec.structs.replace(REPORT, turns=9), float(second))
+    assert vigil.hanging(12.0)
+    vigil.stepped("w", 12.0)
+    assert vigil.hanging(12.5) == []
+
+
+def test_an_own_stall_is_nobodys_fault() -> None:
+    vigil, worker = watched()
+    busy(vigil, worker)
+    vigil.hanging(0.0)
+    vigil.forgive(10.0)
+    assert vigil.hanging(11.0) == []
+    assert vigil.hanging(12.5)
+
+
+def test_canaries_are_due_when_idle_and_again_after_an_interval() -> None:
+    vigil, worker = watched()
+    assert vigil.due_for_canary(9.0) == []
+    assert vigil.due_for_canary(10.0) == ["w"]
+    assert vigil.due_for_canary(15.0) == []
+    vigil.reported("w", msgspec.structs.replace(REPORT, steps=5), 18.0)
+    assert vigil.due_for_canary(21.0) == [], "another frontend's work is as good a sign"
+    busy(vigil, worker)
+    vigil.hanging(40.0)
+    assert vigil.due_for_canary(40.0) == []
+
+
+def test_it_is_put_aside_only_when_others_are_left() -> None:
+    vigil, worker = watched()
+    busy(vigil, worker)
+    assert vigil.may_be_put_aside("w", 2.5)
+    vigil._view.set_connected("x", False)
+    assert not vigil.may_be_put_aside("w", 1000.0)
+    assert not vigil.may_be_put_aside("nobody", 1000.0)
