@@ -23,6 +23,7 @@ from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOu
 from vllm_publisher import Publisher
 
 MODEL = "double"
+ADAPTER = "tuned"
 
 
 class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -185,7 +186,9 @@ class VllmDouble:
 
     async def _models(self, _: web.Request) -> web.Response:
         entry = {"id": MODEL, "owned_by": "vllm", "root": "/nowhere", "parent": None}
-        return _json({"object": "list", "data": [entry | {"max_model_len": self._info.card.max_model_len}]})
+        base = entry | {"max_model_len": self._info.card.max_model_len}
+        adapter = {"id": ADAPTER, "owned_by": "vllm", "root": "/nowhere/tuned", "parent": MODEL}
+        return _json({"object": "list", "data": [base, adapter]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         load = self._engine.load()

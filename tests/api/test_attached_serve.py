@@ -13,7 +13,7 @@ from served_demo import Reply, call, demo_cluster
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.conformance import VOCABULARY
-from vllm_double import MODEL, VllmDouble
+from vllm_double import ADAPTER, MODEL, VllmDouble
 
 
 class DoubleThread:
@@ -63,6 +63,14 @@ def test_token_ids_events_and_a_restart(server: DoubleThread, tmp_path: Path) ->
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
         (worker,) = call(f"{url}/debug/cluster").json()["workers"]
         assert worker["kv_events"] is True
+        tuned = call(f"{url}/v1/completions", {"model": ADAPTER, "prompt": prompt, "max_tokens": 5}).json()
+        assert tuned["model"] == ADAPTER
+        assert tuned["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "its blocks are its own"
+        assert [body["model"] for body in server.double.bodies] == [MODEL] * 3 + [ADAPTER]
+        assert {entry["id"]: entry["parent"] for entry in call(f"{url}/v1/models").json()["data"]} == {
+            MODEL: None,
+            ADAPTER: MODEL,
+        }
 
         server.call("stop")
         down = ask(url, prompt=prompt, max_tokens=5)

@@ -21,7 +21,7 @@ VERDICTS: dict[Verdict, str] = {
     "none": "no equivalent",
 }
 
-_SAME = ("--host", "--port", "--api-key", "--served-model-name", "--chat-template")
+_SAME = ("--host", "--port", "--api-key", "--served-model-name", "--chat-template", "--lora-modules")
 _OURS_TOO = ("--dtype", "--max-model-len", "--block-size", "--max-num-seqs", "--max-num-batched-tokens", "--tokenizer")
 _RENAMED = {
     "--uvicorn-log-level": "--log-level",
@@ -79,7 +79,6 @@ _NONE = {
     "--trust-request-chat-template": "the template is set by whoever runs the server",
     "--trust-request-mm-kwargs": "media are not taken",
     "--enable-per-request-metrics": "nvext.extra_fields with timing, in the request",
-    "--lora-modules": "adapters are loaded, but requests cannot name them yet",
     "--tokens-only": "prompts may be token ids, and return_token_ids asks for them",
     "--tool-strict-level": "tool arguments are checked by the client",
     "--enable-scale-out": "start more workers: headwater worker",

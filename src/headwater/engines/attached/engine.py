@@ -144,7 +144,7 @@ class AttachedEngine(ExternalEngine):
         if self._tokens is None:
             if request.resumed_tokens:
                 raise InvalidRequest("a relayed answer cannot be taken up in its middle")
-            path, body = relayed_request(request, (found.model, *found.aliases), found.model)
+            path, body = relayed_request(request, (found.model, *found.aliases, *found.adapters), found.model)
             self._answer(request.stream, self._relay(server, stream, path, body))
             return
         num_resumed = len(request.resumed_tokens) // TOKEN_ID_BYTES
@@ -317,7 +317,8 @@ class AttachedEngine(ExternalEngine):
         max_model_len = found.max_model_len or self.config.max_model_len or _DEFAULT_MAX_MODEL_LEN
         card = ModelCard(
             name=names[0],
-            served_names=names,
+            served_names=[*names, *found.adapters],
+            adapters=list(found.adapters),
             fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
             architecture=dialect.name,
             dtype="unknown",

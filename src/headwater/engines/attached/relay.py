@@ -23,7 +23,7 @@ _OURS = ("nvext",)
 
 
 def relay_card(config: EngineConfig, found: Description, dialect: str) -> ModelCard:
-    names = list(config.served_model_name) or [found.model, *found.aliases]
+    names = list(config.served_model_name) or [found.model, *found.aliases, *found.adapters]
     identity = f"relay {dialect} {found.model}"
     return ModelCard(
         name=served_names(config, found.model)[0],

@@ -90,7 +90,7 @@ class VllmEngine(ExternalEngine):
         self._tasks_supported = await llm.get_supported_tasks()
         self._adapters = {name: number for number, name in enumerate(arguments.adapters, 1)}
         self._adapter_paths = arguments.adapters
-        info = _info(self.config, texts, llm)
+        info = _info(self.config, texts, llm, list(self._adapters))
         card = info.card
         self._default_namespace = namespace(card.fingerprint, card.kv_layout)
         self._translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
@@ -353,7 +353,7 @@ def _start(arguments: VllmArguments) -> AsyncLLM:
         raise ModelError(f"vLLM did not start: {error}", hint="its own log, above, says why") from error
 
 
-def _info(config: EngineConfig, texts: ModelTexts, llm: AsyncLLM) -> EngineInfo:
+def _info(config: EngineConfig, texts: ModelTexts, llm: AsyncLLM, adapters: list[str]) -> EngineInfo:
     vllm = llm.vllm_config
     model, cache, scheduler = vllm.model_config, vllm.cache_config, vllm.scheduler_config
     dtype = str(model.dtype).removeprefix("torch.")
@@ -362,7 +362,7 @@ def _info(config: EngineConfig, texts: ModelTexts, llm: AsyncLLM) -> EngineInfo:
     block_size = int(cache.block_size)
     card = ModelCard(
         name=names[0],
-        served_names=names,
+        served_names=[*names, *adapters],
         fingerprint=hashlib.sha256(f"vllm {texts.fingerprint} {dtype} {block_size}".encode()).hexdigest(),
         architecture=model.architecture,
         dtype=dtype,
@@ -373,6 +373,7 @@ def _info(config: EngineConfig, texts: ModelTexts, llm: AsyncLLM) -> EngineInfo:
         bos_token_id=texts.bos_token_id,
         eos_token_ids=list(texts.eos_token_ids),
         artifacts=artifacts,
+        adapters=adapters,
         default_sampling={name: float(value) for name, value in model.get_diff_sampling_param().items()},
     )
     return EngineInfo(

@@ -16,6 +16,8 @@ class Description:
     model: str
     """What it calls its model."""
     aliases: Sequence[str] = ()
+    adapters: Sequence[str] = ()
+    """LoRA adapters, by the names that requests give."""
     version: str = ""
     max_model_len: int | None = None
     block_size: int | None = None

@@ -40,6 +40,7 @@ class VllmDialect:
         return Description(
             model=names[0],
             aliases=names[1:],
+            adapters=[str(entry["id"]) for entry in entries if entry.get("parent") is not None],
             version=str(version.get("version", "")),
             max_model_len=first.get("max_model_len"),
             block_size=_whole(cache, "effective_attention_block_size") or _whole(cache, "block_size"),
