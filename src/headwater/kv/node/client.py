@@ -27,7 +27,7 @@ from typing import TypeVar
 from headwater.errors import HeadwaterError, StoreClosed, StoreError
 from headwater.kv.block import Family
 from headwater.kv.node import wire
-from headwater.kv.node.connection import Connection, greet
+from headwater.kv.node.connection import Connection, Greeted, greet
 from headwater.kv.node.store import Piece, pieces_of
 from headwater.kv.pricing import ComputeRate, Curiosity, LoadPlan, PrefillMs, TierRun, plan_load
 from headwater.kv.stores.copying import copy_summed
@@ -338,17 +338,32 @@ class StoreClient:
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
     async def _connect(self) -> None:
-        hello = wire.Hello(0, wire.VERSION, self._name, self._on_events is not None)
-        greeted = await asyncio.to_thread(greet, self._path, hello, _GREET_TIMEOUT_S)
-        pool = SharedPool.attach(greeted.fd, greeted.welcome.layout)
-        self._pool, self._table = pool, BlockTable(pool.records, pool.index)
-        connection = Connection(greeted, self._told)
-        await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=greeted.socket)
+        greeted = await self._greet()
+        try:
+            pool = SharedPool.attach(greeted.fd, greeted.welcome.layout)
+            self._pool, self._table = pool, BlockTable(pool.records, pool.index)
+            connection = Connection(greeted, self._told)
+            await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=greeted.socket)
+        except BaseException:
+            greeted.socket.close()
+            raise
         self._connection = connection
         connection.start()
         self.problem = ""
         self._connected.set()
         logger.info("connected to the KV store at %s", self._path)
+
+    async def _greet(self) -> Greeted:
+        """On a thread. Whoever does not wait for the end leaves nothing open."""
+        hello = wire.Hello(0, wire.VERSION, self._name, self._on_events is not None)
+        greeting = asyncio.get_running_loop().run_in_executor(None, greet, self._path, hello, _GREET_TIMEOUT_S)
+        try:
+            return await finished(greeting)
+        except asyncio.CancelledError:
+            if not greeting.cancelled() and greeting.exception() is None:
+                greeting.result().socket.close()
+                os.close(greeting.result().fd)
+            raise
 
     def _told(self, events: wire.Events) -> None:
         if self._on_events is not None:
