@@ -2,6 +2,8 @@
 
 import argparse
 
+import msgspec
+
 from headwater.cli.engine_flags import config_from
 from headwater.cli.flags import add_config_flags, add_model
 from headwater.config.fields import secrets_of
@@ -17,4 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = config_from(args).config
     configure_logging(config.runtime, "worker", secrets=secrets_of(config))
+    # A graph's pools are for its supervisor to fill: this one is what `--role` says.
+    config = msgspec.structs.replace(config, prefill=0, decode=0)
     return worker_main(config, worker_index=0, num_workers=1)
