@@ -1,0 +1,224 @@
+"""Every parser of bytes from outside: how to call it, what it may raise, and honest inputs to begin from.
+
+Used by `tests/unit/test_fuzz_parsers.py` for a moment in every run, and by `bench/fuzz/run.py` for as long as wanted.
+Whatever a target raises beyond `HeadwaterError` and `BadHead` is a bug, as is running or growing without a bound.
+"""
+
+import json
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headwater.clock import VirtualClock
+from headwater.errors import HeadwaterError
+from headwater.frontend.http.head import BadHead
+from headwater.frontend.http.limits import HttpLimits
+from headwater.frontend.http.reader import RequestReader
+from headwater.frontend.media.guard import MediaPolicy, check_url
+from headwater.frontend.openai.parse import Shape, parse_body
+from headwater.frontend.openai.schema import ChatRequest, CompletionRequest
+from headwater.frontend.preprocess.template import ChatTemplate
+from headwater.frontend.tenants.keyring import Keyring, KeySpec, TenantSpec, decode_keyring, encode_keyring
+from headwater.protocol import PROTOCOL_VERSION
+from headwater.protocol.events import EventBatch
+from headwater.protocol.frames import Abort, FrontendFrame, Hello, StepFrame, Submit, Welcome, WorkerFrame
+from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
+from headwater.runtime.cluster_keys import decode_cluster_keys, encode_cluster_keys, new_cluster, split_key
+from headwater.runtime.events import wire as events_wire
+from headwater.runtime.wire import join_frames
+from headwater.transfer import wire as transfer_wire
+from headwater.transfer.backends.tcp import _checked
+from headwater.transfer.card import AgentCard, decode_card, encode_card
+from headwater.transfer.regions import RegionTable
+from headwater.weights.gguf import read_gguf
+
+EXPECTED = (HeadwaterError, BadHead, msgspec.DecodeError)
+
+
+@dataclass(frozen=True)
+class FuzzTarget:
+    call: Callable[[bytes], object]
+    seeds: list[bytes] = field(default_factory=list)
+
+    def run(self, data: bytes) -> None:
+        """Raises what is not expected."""
+        try:
+            self.call(data)
+        except EXPECTED:
+            return
+
+
+def http_head_and_body(data: bytes) -> None:
+    piece = data[0] % 64 + 1 if data else 1
+    reader = RequestReader(HttpLimits(max_body_bytes=10_000), lambda request, keep_alive, http10: None)
+    for at in range(1, len(data), piece):
+        reader.feed(data[at : at + piece])
+
+
+def frontend_frames(data: bytes) -> None:
+    _frontend_frames.decode(data)
+
+
+def worker_frames(data: bytes) -> None:
+    _worker_frames.decode(data)
+
+
+def events(data: bytes) -> None:
+    for decode in (events_wire.decode_ask, events_wire.decode_answer, events_wire.decode_batch):
+        try:
+            decode(data)
+        except msgspec.DecodeError:
+            continue
+
+
+def transfer_messages(data: bytes) -> None:
+    for decoder in (transfer_wire.GREETINGS, transfer_wire.CONTROLS, transfer_wire.DATAS):
+        try:
+            message = decoder.decode(data)
+        except msgspec.DecodeError:
+            continue
+        if isinstance(message, transfer_wire.Fetch | transfer_wire.Store):
+            _checked(_regions().find(1), message)
+
+
+def transfer_card(data: bytes) -> None:
+    decode_card(data)
+
+
+def gguf_header(data: bytes) -> None:
+    with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
+        file.write(data)
+        file.flush()
+        read_gguf(Path(file.name))
+
+
+def safetensors_header(data: bytes) -> None:
+    from headwater.engines.native.checkpoints import safetensors
+
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        file.write(data)
+        file.flush()
+        opened = safetensors._open(Path(file.name))
+        for name in safetensors._names(opened):
+            safetensors._shape(opened, name)
+
+
+def chat_template(data: bytes) -> None:
+    template = ChatTemplate(data.decode("utf-8", "replace"), {}, VirtualClock())
+    template.render([{"role": "user", "content": "hi"}], tools=None)
+
+
+def chat_body(data: bytes) -> None:
+    parse_body(_chat_shape, data, strict=False)
+
+
+def completion_body(data: bytes) -> None:
+    parse_body(_completion_shape, data, strict=True)
+
+
+def keyring(data: bytes) -> None:
+    decode_keyring(data, "fuzz")
+
+
+def cluster_keys(data: bytes) -> None:
+    decode_cluster_keys(data, "fuzz")
+    split_key(data.decode("latin-1"))
+
+
+def media_url(data: bytes) -> None:
+    check_url(data.decode("utf-8", "replace"), MediaPolicy(), param="url")
+
+
+_chat_shape, _completion_shape = Shape.of(ChatRequest, {}), Shape.of(CompletionRequest, {})
+_frontend_frames = msgspec.msgpack.Decoder(list[FrontendFrame])
+_worker_frames = msgspec.msgpack.Decoder(list[WorkerFrame])
+
+
+def _regions() -> RegionTable:
+    """One region of 4 KiB."""
+    from headwater.transfer.memory import buffer_of
+
+    table = RegionTable("fuzz", 1)
+    table.add(buffer_of(bytearray(4096)), "memory", name="r", block_bytes=64, access="both")
+    return table
+
+
+def _frames(*frames: Any) -> bytes:
+    return join_frames([msgspec.msgpack.encode(frame) for frame in frames])
+
+
+def _gguf_seed() -> bytes:
+    key, value = b"general.architecture", b"llama"
+    pair = struct.pack("<Q", len(key)) + key + struct.pack("<IQ", 8, len(value)) + value
+    name = b"token_embd.weight"
+    tensor = struct.pack("<Q", len(name)) + name + struct.pack("<IQQIQ", 2, 4, 4, 0, 0)
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + pair + tensor
+    return head + bytes(-len(head) % 32) + bytes(64)
+
+
+def _safetensors_seed() -> bytes:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(16)
+
+
+_REQUEST = EngineRequest(1, "r", "m", bytes(16), SamplingParams(max_tokens=3))
+_CARD = AgentCard(1, "agent", 1, "boot", host="127.0.0.1", port=1, backends=["tcp"])
+_RING = Keyring("headwater-keyring", 1, {"a": TenantSpec(weight=2.0)}, {"0" * 8: KeySpec("a", "0" * 64)})
+_CHAT = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "stream": True}
+
+TARGETS: dict[str, FuzzTarget] = {
+    "http": FuzzTarget(
+        http_head_and_body,
+        [
+            b"\x40POST /v1/x?a=b HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\n\r\nabcGET / HTTP/1.0\r\n\r\n",
+            b"\x07POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nt: 1\r\n\r\n",
+            b"\x01GET http://a/x HTTP/1.1\r\nHost: a\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n",
+        ],
+    ),
+    "chat_body": FuzzTarget(chat_body, [json.dumps(_CHAT).encode()]),
+    "completion_body": FuzzTarget(
+        completion_body, [b'{"model": "m", "prompt": [1, 2], "n": 2, "logit_bias": {"5": 1}}']
+    ),
+    "frontend_frames": FuzzTarget(
+        frontend_frames, [_frames(Hello("fe", PROTOCOL_VERSION), Submit([_REQUEST]), Abort([1]))]
+    ),
+    "worker_frames": FuzzTarget(
+        worker_frames, [_frames(Welcome("w", PROTOCOL_VERSION), StepFrame([SequenceOutput(1, [2, 3], "stop")]))]
+    ),
+    "events": FuzzTarget(
+        events,
+        [
+            msgspec.msgpack.encode(events_wire.Join()),
+            msgspec.msgpack.encode(events_wire.Recall(1, 2)),
+            msgspec.msgpack.encode(EventBatch("w", 1, 1, 0.0, [])),
+        ],
+    ),
+    "transfer_messages": FuzzTarget(
+        transfer_messages,
+        [
+            msgspec.msgpack.encode(transfer_wire.Hello(1, "a", 1, "b", 1, "data", bytes(32))),
+            msgspec.msgpack.encode(transfer_wire.Fetch(1, struct.pack("<4Q", 0, 64, 128, 64))),
+            msgspec.msgpack.encode(transfer_wire.Store(1, struct.pack("<2Q", 4032, 64), 64)),
+            msgspec.msgpack.encode(transfer_wire.Done(b"t", b"p")),
+        ],
+    ),
+    "transfer_card": FuzzTarget(transfer_card, [encode_card(_CARD)]),
+    "gguf": FuzzTarget(gguf_header, [_gguf_seed()]),
+    "safetensors": FuzzTarget(safetensors_header, [_safetensors_seed()]),
+    "template": FuzzTarget(
+        chat_template,
+        [
+            b"{% for m in messages %}<|{{ m.role }}|>{{ m['content'] | trim }}{% endfor %}",
+            b"{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}{{ messages[0].content.split('h')[-1] ~ 'x' }}",
+            b"{% macro f(a, b=2) %}{% set ns = namespace(x=a) %}{{ ns.x + b }}{% endmacro %}{{ f(1) }}",
+        ],
+    ),
+    "keyring": FuzzTarget(keyring, [encode_keyring(_RING)]),
+    "cluster_keys": FuzzTarget(cluster_keys, [encode_cluster_keys(new_cluster("a"))]),
+    "media_url": FuzzTarget(media_url, [b"https://user:x@example.org:443/a?b#c", b"https://[::ffff:7f00:1]/"]),
+}
