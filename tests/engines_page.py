@@ -1,0 +1,94 @@
+"""Writes docs/engines.md: which checks of the engine suite each engine passes.
+
+python tests/engines_page.py > docs/engines.md                                    from what is recorded
+python tests/engines_page.py --record VLLM_PYTHON MODEL_FOLDER > docs/engines.md   runs vLLM's rows first
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from headwater.engines.conformance import EngineConformance
+
+RECORD = Path(__file__).parent / "vllm_results.json"
+SUITE = Path(__file__).parent / "vllm_suite.py"
+FORMS = ("in-worker", "attached")
+
+
+def checks() -> list[str]:
+    return [name for name in dir(EngineConformance) if name.startswith("test_")]
+
+
+def recorded() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RECORD.read_text())
+    return found
+
+
+def record(python: str, folder: str) -> None:
+    forms: dict[str, dict[str, list[str]]] = {}
+    for form in FORMS:
+        done = subprocess.run([python, str(SUITE), form, folder], stdout=subprocess.PIPE, check=False)
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b'{"check"')]
+        asked = {line["check"]: line for line in lines}
+        forms[form] = {
+            name: [line["result"], line["detail"] if line["result"] == "not asked" else ""]
+            for name, line in sorted(asked.items())
+        }
+    RECORD.write_text(json.dumps({"vllm": "0.32.0", "forms": forms}, indent=1) + "\n")
+
+
+def cell(form: str, name: str, found: dict[str, Any]) -> str:
+    result, reason = found["forms"][form].get(name, ["not run", ""])
+    return "yes" if result == "passed" else f"{result}: {reason}".rstrip(": ")
+
+
+def page() -> str:
+    found = recorded()
+    own = sorted({name for form in FORMS for name in found["forms"][form]} - set(checks()))
+    lines = [
+        "# Engines side by side",
+        "",
+        "<!-- Written by tests/engines_page.py; a test keeps it current. -->",
+        "",
+        "One suite holds for every engine (`headwater.engines.conformance`). The first three columns run in every run",
+        "of the tests: the native engine on a CPU with a tiny model, the mocker on both kinds of loop, and an attached",
+        "server over a double that speaks vLLM's wire formats and refuses fields it does not know. The last two are",
+        f"real vLLM {found['vllm']} on a CPU, as last recorded, one engine start each. `not asked`: the check wants",
+        "something that one shared engine cannot give. With an interpreter that has vLLM they run again:",
+        "`VLLM_PYTHON=... scripts/test -m vllm`.",
+        "",
+        "| check | native | mocker | attached (double) | vLLM in the worker | vLLM attached |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in checks():
+        spelled = name.removeprefix("test_").replace("_", " ")
+        lines.append(f"| {spelled} | yes | yes | yes | {cell(FORMS[0], name, found)} | {cell(FORMS[1], name, found)} |")
+    lines += ["", "Of real vLLM alone:", "", "| check | vLLM in the worker | vLLM attached |", "|---|---|---|"]
+    for name in own:
+        spelled = name.removeprefix("test_").replace("_", " ")
+        lines.append(f"| {spelled} | {cell(FORMS[0], name, found)} | {cell(FORMS[1], name, found)} |")
+    lines += [
+        "",
+        "## What an engine need not do",
+        "",
+        "| | native | mocker | vLLM in the worker | vLLM attached | relayed |",
+        "|---|---|---|---|---|---|",
+        "| same output whatever else runs | yes | yes | no | no | no |",
+        "| a stream that moves goes on token for token | yes | yes | from its text | from its text | no |",
+        "| structured output | yes | no | yes | yes | the server's |",
+        "| log probabilities | yes | made up | yes | yes | the server's |",
+        "| KV events | yes | yes | yes | if the server sends them | no |",
+        "| cached tokens of an answer | counted | counted | counted | by its events | the server's |",
+        "| step times | measured | modelled | vLLM's own | judged by its tokens | judged by its events |",
+        "| exchange of KV blocks with others | yes | modelled | no | no | no |",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--record"]:
+        record(*sys.argv[2:4])
+    sys.stdout.write(page())
