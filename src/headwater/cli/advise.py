@@ -13,6 +13,7 @@ from rich.table import Table
 
 from headwater.bench.traces import read_trace
 from headwater.cli.advise_measure import measure
+from headwater.cli.http import Server
 from headwater.cli.parser import advanced, seconds
 from headwater.cli.target import add_target, server_of
 from headwater.errors import ConfigError
@@ -24,7 +25,7 @@ from headwater.planner.pool import WorkerModel
 from headwater.planner.whatif import Job
 from headwater.sim.advice import Figures, Load, Ranking, capacity, front, synthetic, try_adaptive, try_option
 from headwater.sim.advice_page import advice_page
-from headwater.sim.options import Option, layouts
+from headwater.sim.options import Layout, Option, layouts
 from headwater.sim.reasons import reasons, verdict, where
 
 _LOADS = (0.3, 0.5, 0.7, 0.85, 0.95)
@@ -65,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--ttft", type=seconds, metavar="TIME", help="objective: time to the first token (500ms)")
     load.add_argument("--tpot", type=seconds, metavar="TIME", help="objective: time per output token (25ms)")
     load.add_argument("--compare", action="append", default=[], metavar="WORKERS", help="also this: 1xTP4P+1xTP4D")
-    live = parser.add_argument_group("measure")
+    live = parser.add_argument_group("running cluster")
+    live.add_argument("--running", action="store_true", help="simulate the workers that run here, as they have proven")
     live.add_argument("--measure", action="store_true", help="put a short load on the cluster that runs, plan by plan")
     live.add_argument("--seconds", type=float, default=30.0, metavar="X", help="of each load")
     add_target(parser)
@@ -92,8 +94,12 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.measure:
         return _measure(args, objective)
-    models = _models(args)
-    options = _options(args, models)
+    if args.running:
+        layout, models = _running(server_of(args, _MEASURE_TIMEOUT_S))
+        options = list(layout.options())
+    else:
+        models = _models(args)
+        options = _options(args, models)
     compared = [_compared(written, models) for written in args.compare]
     loads = list(_loads(args, options, models))
     found = [_advise(load, options, compared, models, objective) for load in loads]
@@ -162,7 +168,26 @@ def _model(args: argparse.Namespace, roofline: Roofline, size: int) -> WorkerMod
         link_bytes_per_ms=(args.link_gb_per_s or roofline.device.link_gb_per_s) * 1e6,
         kv_bytes_per_token=roofline.model.kv_bytes_per_token,
         name=f"TP{size}",
+        num_gpus=size,
     )
+
+
+def _running(server: Server) -> tuple[Layout, dict[int, WorkerModel]]:
+    """The workers of the cluster that runs here, by the step times it has learned."""
+    believed = server.get_json("/debug/plan")["believed"]
+    if len(believed) != 1:
+        raise ConfigError(
+            f"step times of {len(believed)} models are known at {server.url}, one is needed",
+            hint="put some load on it first: step times are learned from what workers report",
+        )
+    workers = next(iter(believed.values()))
+    if len({worker["class"] for worker in workers}) > 1:
+        raise ConfigError("the workers that run here are of several classes; name the hardware instead")
+    fields = dict(workers[0])
+    fields["name"] = fields.pop("class")
+    curve = fields.pop("curve")
+    curve["knots"] = tuple(map(tuple, curve["knots"]))
+    return Layout((0,) * len(workers)), {0: WorkerModel(StepCurve(**curve), **fields)}
 
 
 def _options(args: argparse.Namespace, models: Mapping[int, WorkerModel]) -> list[Option]:
@@ -282,6 +307,8 @@ def _meant(found: Sequence[Advice], args: argparse.Namespace) -> Advice:
 def _title(args: argparse.Namespace) -> str:
     what = args.trace.name if args.trace else f"{args.isl}/{args.osl}"
     times = f"times of {args.silicon} operators" if args.silicon else "times by arithmetic"
+    if args.running:
+        return f"the cluster that runs here, {what}, times as measured"
     return f"{args.model} on {args.gpus} x {args.device}, {what}, {times}"
 
 

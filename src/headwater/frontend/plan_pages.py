@@ -1,9 +1,11 @@
 """The plan of roles, to be read and to be set.
 
-GET /debug/plan    of every model with adaptive workers: who does what, and what that was chosen from
+GET /debug/plan    of every model with adaptive workers: who does what, and what that was chosen from; of every model
+                   what is known of its workers
 POST /admin/plan   {"roles": {"WORKER": "prefill", ...}} insists on roles, {"roles": null} lets the planner choose again
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from headwater.frontend.http.replies import JSON, reply_for
 from headwater.frontend.planning import ModelPlan, Planning
 from headwater.frontend.routes import Route
 from headwater.planner.decide import Decision
+from headwater.planner.pool import WorkerModel
 from headwater.types import Role
 
 
@@ -54,7 +57,21 @@ class PlanPages:
 
     def document(self) -> dict[str, Any]:
         models = {fingerprint: _described(kept) for fingerprint, kept in self._planning.plans.items()}
-        return {"models": models, "pinned": self._planning.pinned}
+        believed = {name: list(map(_worker, pool)) for name, pool in self._planning.believed().items()}
+        return {"models": models, "pinned": self._planning.pinned, "believed": believed}
+
+
+def _worker(model: WorkerModel) -> dict[str, Any]:
+    """Enough to simulate it: `headwater advise --running` does."""
+    return {
+        "class": model.name,
+        "curve": asdict(model.curve),
+        "kv_tokens": model.kv_tokens,
+        "chunk_tokens": model.chunk_tokens,
+        "max_num_seqs": model.max_num_seqs,
+        "link_bytes_per_ms": model.link_bytes_per_ms,
+        "kv_bytes_per_token": model.kv_bytes_per_token,
+    }
 
 
 def _described(kept: ModelPlan) -> dict[str, Any]:

@@ -146,6 +146,20 @@ class Planning:
         self._active = {name: seen for name, seen in self._active.items() if now - seen < _ACTIVE_S}
         return min(self._active, default="") == self._view.frontend_id
 
+    def believed(self) -> dict[str, list[WorkerModel]]:
+        """What is known of the workers of each model, as far as their step times are."""
+        found: dict[str, list[WorkerModel]] = {}
+        by_model: dict[str, list[WorkerView]] = {}
+        for worker in self._view.workers:
+            if worker.connected and worker.instance.state == "ready":
+                by_model.setdefault(worker.instance.card.name, []).append(worker)
+        for name, workers in by_model.items():
+            steps = {name: self._view.perf.steps(name) for name in {time_class(one.instance) for one in workers}}
+            pool = pool_of(workers, steps, self._settings.link_bytes_per_ms)
+            if pool is not None:
+                found[name] = pool
+        return found
+
     async def _plan(self, fingerprint: str, workers: list[WorkerView]) -> None:
         now_ms = self._clock.epoch() * 1000
         kept = self._kept(fingerprint, workers, now_ms)

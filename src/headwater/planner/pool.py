@@ -26,6 +26,8 @@ class WorkerModel:
     kv_bytes_per_token: float = 160e3
     name: str = ""
     """Of its class: workers of one name are exchangeable."""
+    num_gpus: int = 1
+    """For figures per GPU alone."""
     tables: "StepTables" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -164,7 +164,7 @@ def _figures(
     met = [number for number in ended if objective.met(outcomes.ttft_ms[number], outcomes.tpot_ms[number])]
     seconds = _seconds(cluster, load, numbers)
     tokens = sum([load.jobs[number].output_tokens for number in ended])
-    num_gpus = sum([int(worker.name.removeprefix("TP") or 1) for worker in cluster.pool])
+    num_gpus = sum([worker.num_gpus for worker in cluster.pool])
     rate = len(ended) / seconds
     ttft = sorted([outcomes.ttft_ms[number] for number in ended]) or [inf]
     several = [number for number in ended if load.jobs[number].output_tokens > 1]

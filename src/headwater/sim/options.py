@@ -21,7 +21,7 @@ MAX_WORKERS = 64
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Tensor-parallel size of every worker, ascending."""
+    """Tensor-parallel size of every worker, ascending; 0 where it does not matter."""
 
     sizes: tuple[int, ...]
 
@@ -32,10 +32,10 @@ class Layout:
     @property
     def names(self) -> list[str]:
         """Of the workers' classes."""
-        return [f"TP{size}" for size in self.sizes]
+        return [_class_name(size) for size in self.sizes]
 
     def __str__(self) -> str:
-        return "+".join(f"{self.sizes.count(size)}xTP{size}" for size in sorted(set(self.sizes)))
+        return "+".join(f"{self.sizes.count(size)}x{_class_name(size)}" for size in sorted(set(self.sizes)))
 
     def pool(self, models: Mapping[int, WorkerModel]) -> list[WorkerModel]:
         return [models[size] for size in self.sizes]
@@ -61,7 +61,7 @@ class Option:
         workers = list(zip(self.layout.sizes, self.plan.roles, strict=True))
         order = ("prefill", "both", "decode")
         groups = sorted(set(workers), key=lambda group: (order.index(group[1]), group[0]))
-        return "+".join(f"{workers.count(group)}xTP{group[0]}{_LETTERS[group[1]]}" for group in groups)
+        return "+".join(f"{workers.count(group)}x{_class_name(group[0])}{_LETTERS[group[1]]}" for group in groups)
 
     @classmethod
     def parse(cls, written: str) -> Self:
@@ -78,6 +78,10 @@ class Option:
         if len(workers) > MAX_WORKERS or not plan.complete:
             raise ConfigError(f"{written}: from 1 to {MAX_WORKERS} workers, of which some prefill and some decode")
         return cls(Layout(tuple(size for size, _ in workers)), plan)
+
+
+def _class_name(size: int) -> str:
+    return f"TP{size}" if size else "worker"
 
 
 def layouts(num_gpus: int, sizes: Sequence[int]) -> list[Layout]:
