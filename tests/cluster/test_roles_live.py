@@ -55,6 +55,9 @@ def test_roles_are_measured_insisted_on_and_chosen(
         assert [plan["name"] for plan in found["plans"]] == ["2 both", "1 prefill + 1 decode", "adaptive"]
         assert all(plan["failed"] == 0 for plan in found["plans"])
         assert found["plans"][1]["tpot_ms"] < found["plans"][0]["tpot_ms"]
+        flags = ["--running", "--url", running.url, "--isl", "800", "--osl", "40", "--rate", "6", "--tpot", "13ms"]
+        assert runner_of("advise")(parser_of("advise").parse_args([*flags, "--ttft", "2s", "--json"])) == 0
+        assert json.loads(capsys.readouterr().out)["recommended"]["name"] == "1xworkerP+1xworkerD"
         decided = get(f"{running.url}/debug/plan")
         assert decided["pinned"] == {}
         moved = sum(worker["load"].get("handoffs") is not None for worker in get_workers(running))
