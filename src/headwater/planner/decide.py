@@ -31,6 +31,8 @@ _MAX_HELD = 64
 _SIGNS = (-1, 1)
 """On which side of the measured rate a sample is."""
 _MOST_DOUBT = 0.2
+_TELLING = 8
+"""Requests that can tell a change of traffic, or the end of a pause; a decision takes more."""
 _CHANCE = 3.0
 """Times the standard deviation of a count is no change of traffic."""
 _WHOLE = 0.9
@@ -159,7 +161,7 @@ class Planner:
         while 2 * length_ms <= settings.mixture_ms:
             longer = self.traffic.since(now_ms - 2 * length_ms)
             before = longer[: len(longer) - len(recent)]
-            if len(recent) >= settings.min_requests and not same(before, length_ms, recent, length_ms):
+            if len(recent) >= _TELLING and not same(before, length_ms, recent, length_ms):
                 break
             recent, length_ms = longer, 2 * length_ms
         since_ms = recent[0].at_ms if recent else now_ms

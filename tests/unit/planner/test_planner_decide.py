@@ -125,6 +125,17 @@ def test_workers_with_a_role_of_their_own_keep_it() -> None:
     assert planner.plan.roles[0] == "prefill"
 
 
+def test_a_pause_does_not_dilute_the_rate() -> None:
+    planner = Planner(4, SETTINGS)
+    for job in [*arrivals(3000, 150, 9.0, 10), *arrivals(3000, 150, 9.0, 6, start_s=100)]:
+        served = planner.traffic.arrived(job.at_ms, job.prompt_tokens)
+        served.ttft_ms, served.tpot_ms = 500.0, 15.0
+        planner.traffic.ended(served, job.output_tokens)
+    decision = planner.decide(106_000.0, POOL)
+    assert decision.summary is not None
+    assert decision.summary.requests_per_s == pytest.approx(9.0, rel=0.4)
+
+
 # -- parts
 
 
