@@ -353,6 +353,7 @@ class Gathered:
 def _join(first: SequenceOutput, second: SequenceOutput) -> None:
     """Make one output of two of the same sequence."""
     first.token_ids += second.token_ids
+    first.relayed += second.relayed
     first.finish_reason, first.stop_token_id, first.error = second.finish_reason, second.stop_token_id, second.error
     if second.logprobs is not None:
         first.logprobs = (first.logprobs or []) + second.logprobs

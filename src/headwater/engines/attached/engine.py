@@ -7,6 +7,7 @@ and gets nothing until it is back; one that comes back as something else ends th
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from array import array
@@ -103,7 +104,8 @@ class AttachedEngine(ExternalEngine):
         for feed in self._feeds:
             feed.close()
         if self._zmq is not None:
-            await self._zmq.term()
+            with contextlib.suppress(TimeoutError):
+                await self._zmq.term()
         if self._server is not None:
             await self._server.close()
 

@@ -9,6 +9,7 @@ Batches are not invariant: a moved sequence goes on with what vLLM makes of prom
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
@@ -108,7 +109,8 @@ class VllmEngine(ExternalEngine):
         for feed in self._feeds:
             feed.close()
         if self._zmq is not None:
-            await self._zmq.term()
+            with contextlib.suppress(TimeoutError):
+                await self._zmq.term()
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, _SHUTDOWN_TIMEOUT_S)
