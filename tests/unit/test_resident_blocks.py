@@ -28,6 +28,14 @@ def test_events_add_up_and_the_snapshot_has_parents_first() -> None:
     assert resident.snapshot() == []
 
 
+@given(st.integers(0, 9), st.integers(0, 9))
+def test_the_leading_blocks_of_a_chain_are_counted(num_resident: int, num_asked: int) -> None:
+    chain = b"".join(bytes([number]) * 16 for number in range(9))
+    resident = ResidentBlocks()
+    resident.apply(BlocksStored(chain[: 16 * num_resident]))
+    assert resident.num_leading(chain[: 16 * num_asked]) == min(num_resident, num_asked, 9)
+
+
 def test_events_that_cannot_be_true_are_refused() -> None:
     resident = ResidentBlocks()
     resident.apply(BlocksStored(A))

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from headwater.engines.base import Engine, EngineInfo
+from headwater.errors import InternalError
 from headwater.kv.block import Family
 from headwater.kv.node.client import StoreClient
 from headwater.kv.pricing import ComputeRate
@@ -139,7 +140,20 @@ class KvTiers:
         self._describing = asyncio.create_task(self._client.describe(family, rate))
 
     def _on_tier_events(self, events: Sequence[TierEvent]) -> None:
-        for event in events:
-            for tier in _TIERS if event.tier is None else (event.tier,):
-                self._resident[tier].apply(event)
-        self._publish([*events])
+        self._publish(
+            [
+                self._applied(tier, event)
+                for event in events
+                for tier in (_TIERS if event.tier is None else (event.tier,))
+            ]
+        )
+
+    def _applied(self, tier: Tier, event: TierEvent) -> TierEvent:
+        """What the cluster is told of it: that nothing is known any more, if events do not add up."""
+        try:
+            self._resident[tier].apply(event)
+        except InternalError as error:
+            _log.error("events of the %s tier do not add up: %s", tier, error)
+            event = BlocksCleared(tier)
+            self._resident[tier].apply(event)
+        return event

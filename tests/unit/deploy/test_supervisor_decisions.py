@@ -62,6 +62,26 @@ def test_a_crash_loop_ends_and_the_others_go_on() -> None:
     assert core.status(W1) == "ready"
 
 
+def test_the_rest_goes_on_without_the_store_which_stays_in_a_rolling_restart_and_leaves_with_the_workers() -> None:
+    store = Part("store", 0)
+    core = Supervision([F0, store, W0], Limits(restarts=RestartLimits(max_restarts=0)))
+    core.begin(0.0)
+    for part in (F0, store, W0):
+        core.ready(part, 1.0)
+    core.serving()
+    rolled = [*core.restart(2.0), *core.exited(W0, 3.0, 0, ""), *core.ready(W0.successor, 4.0)]
+    rolled += [*core.ready(F0.successor, 5.0), *core.exited(F0, 6.0, 0, "")]
+    assert Rolled() in rolled
+    assert store not in [getattr(action, "part", None) for action in rolled]
+    core.stop(7.0)
+    assert core.exited(F0.successor, 8.0, 0, "") == [Terminate(W0.successor), Terminate(store)]
+    lost = Supervision([F0, store, W0], Limits(restarts=RestartLimits(max_restarts=0)))
+    lost.begin(0.0)
+    lost.ready(store, 1.0)
+    assert [type(action) for action in lost.exited(store, 2.0, 1, "boom")] == [GaveUp]
+    assert not lost.stopping
+
+
 def test_when_the_last_worker_is_given_up_the_frontend_drains_and_it_ends_with_1() -> None:
     core = Supervision([F0, W0], Limits(restarts=RestartLimits(max_restarts=0)))
     core.begin(0.0)
@@ -160,9 +180,11 @@ def test_a_rolling_restart_replaces_workers_one_by_one_then_frontends_with_their
     assert core.tick(48.0) == [Kill(W1)]
     assert core.exited(W1, 48.0, -9, "killed") == [Start(W1.successor)]
     assert core.ready(W1.successor, 50.0) == [Start(F0.successor)]
-    assert core.ready(F0.successor, 51.0) == [Terminate(F0)]
-    assert core.exited(F0, 60.0, 0, "left") == [Rolled()]
+    assert core.ready(F0.successor, 51.0) == [Terminate(F0, succeeded=True), Rolled()]
     assert not core.rolling
+    assert core.next_deadline() == 51.0 + 600.0 + 5.0, "there is no hurry"
+    assert core.exited(F0, 300.0, 0, "left") == []
+    assert core.next_deadline() is None
     assert core.restart(70.0) == [Terminate(W0.successor)]
 
 
