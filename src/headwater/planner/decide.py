@@ -28,6 +28,7 @@ from headwater.planner.traffic import Served, Summary, Traffic, resample, same, 
 from headwater.types import Role
 
 _MAX_HELD = 64
+_MAX_REPLAYED = 6000
 _SIGNS = (-1, 1)
 """On which side of the measured rate a sample is."""
 _MOST_DOUBT = 0.2
@@ -170,7 +171,7 @@ class Planner:
     # -- feedback
 
     def _correct(self, now_ms: float, pool: Sequence[WorkerModel]) -> None:
-        seen = self.traffic.since(now_ms - self.settings.mixture_ms)[-self.settings.max_jobs :]
+        seen = self.traffic.since(now_ms - self.settings.mixture_ms)[-_MAX_REPLAYED:]
         if len(seen) < self.settings.min_requests or self.share < _WHOLE:
             return
         jobs = self.traffic.jobs(seen, 0)

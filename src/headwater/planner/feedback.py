@@ -24,8 +24,10 @@ _QUEUED = 0.4
 steps."""
 _STALLED = 0.25
 """Of the time after the first token: with more standing still for prefills than that, it says little of decoding."""
-_JUDGED_MS = 60_000.0
-"""The newest requests of a replay count: those before them bring the cluster where it was."""
+_FILLING = 0.6
+"""The newest requests of a replay count; this part of it before them brings the cluster where it was, ..."""
+_LIVES = 1.5
+"""... which takes so many times as long as a request."""
 _PREFILL_PART, _PREFILL_DEAD_ZONE = 0.2, 0.08
 _DECODE_PART, _DECODE_DEAD_ZONE = 0.5, 0.03
 
@@ -69,13 +71,16 @@ def corrected(
 ) -> Correction:
     """The next correction. `seen` and `jobs` are the same requests, as measured and to simulate."""
     outcomes = _replay(correction.applied(pool), held, jobs, expected_output_tokens)
-    judged_ms = jobs[-1].at_ms - max(_JUDGED_MS, (jobs[-1].at_ms - jobs[0].at_ms) / 2)
+    filling_ms = _FILLING * (jobs[-1].at_ms - jobs[0].at_ms)
+    judged_ms = jobs[0].at_ms + filling_ms
     numbers = [
         number
         for number, served in enumerate(seen)
         if served.at_ms >= judged_ms and not (isnan(served.tpot_ms) or isnan(outcomes.tpot_ms[number]))
     ]
     if len(numbers) < _FEWEST:
+        return correction
+    if filling_ms < _LIVES * sum([outcomes.e2e_ms[n] for n in numbers]) / len(numbers):
         return correction
     first = _ratio(_low([seen[n].ttft_ms for n in numbers]), _low([outcomes.ttft_ms[n] for n in numbers]))
     later = _ratio(sum([seen[n].tpot_ms for n in numbers]), sum([outcomes.tpot_ms[n] for n in numbers]))

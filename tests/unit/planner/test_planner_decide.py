@@ -70,7 +70,7 @@ def test_too_little_traffic_says_nothing() -> None:
 
 def test_roles_follow_a_flip_of_the_mix() -> None:
     prefill_heavy = arrivals(6000, 60, 5.0, 60)
-    decode_heavy = arrivals(300, 600, 22.0, 40, start_s=60)
+    decode_heavy = arrivals(300, 600, 32.0, 40, start_s=60)
     run = AdaptiveCluster(POOL, SETTINGS)
     run.run([*prefill_heavy, *decode_heavy])
     before = [decision.plan for now, decision in run.decisions if now < 60_000][-1]
