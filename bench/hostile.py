@@ -2,9 +2,9 @@
 
     python bench/hostile.py [--scale 1.0] [--url http://127.0.0.1:8000]
 
-Without --url it starts `headwater serve --engine mocker`. Per attack: what was answered, how long an honest request took
-meanwhile at worst, and how much the frontend grew (once the attack was over). Ends with code 1 if anything was answered
-5xx other than 503, an honest request failed, the frontend grew by more than 64 MiB, or it died.
+Without --url it starts `headwater serve --engine mocker`. Per attack: what was answered, how long an honest request
+took meanwhile at worst, and how much the frontend grew (once the attack was over). Ends with code 1 if anything was
+answered 5xx other than 503, an honest request failed, the frontend grew by more than 64 MiB, or it died.
 """
 
 import argparse
@@ -67,22 +67,31 @@ class Attack:
         return max(1, round(count * self.scale))
 
 
+async def first_lines(readers: list[asyncio.StreamReader], timeout_s: float) -> list[str]:
+    """What each connection ends with: a status, nothing, or not at all."""
+    waits = (asyncio.wait_for(reader.readline(), timeout_s) for reader in readers)
+    ends = await asyncio.gather(*waits, return_exceptions=True)
+    words = [end.split() if isinstance(end, bytes) else [] for end in ends]
+    return [
+        "STILL OPEN" if isinstance(end, TimeoutError) else word[1].decode() if len(word) > 1 else "closed"
+        for end, word in zip(ends, words, strict=True)
+    ]
+
+
 async def slow_loris(attack: Attack) -> None:
     """2,000 heads that never end, a byte at a time."""
     opened = []
     for _ in range(attack.times(2000)):
         with contextlib.suppress(OSError, TimeoutError):
             opened.append(await attack.connect())
-    for _ in range(4):
+            opened[-1][1].write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx: ")
+    for _ in range(16):
         for _, writer in opened:
             with contextlib.suppress(OSError):
-                writer.write(b"P")
+                writer.write(b"x")
         await asyncio.sleep(0.5)
-    ends = await asyncio.gather(
-        *(asyncio.wait_for(reader.read(64), 30) for reader, _ in opened), return_exceptions=True
-    )
-    for end in ends:
-        attack.answers["closed" if not isinstance(end, TimeoutError) else "STILL OPEN"] += 1
+    for line in await first_lines([reader for reader, _ in opened], 30):
+        attack.answers[line] += 1
     for _, writer in opened:
         writer.close()
 
@@ -164,12 +173,8 @@ async def partial_bodies(attack: Attack) -> None:
             reader, writer = await attack.connect()
             writer.write(post(body)[:-1])
             opened.append((reader, writer))
-    ends = await asyncio.gather(
-        *(asyncio.wait_for(reader.readline(), 60) for reader, _ in opened), return_exceptions=True
-    )
-    for end in ends:
-        line = end.split() if isinstance(end, bytes) else []
-        attack.answers[line[1].decode() if len(line) > 1 else "closed"] += 1
+    for line in await first_lines([reader for reader, _ in opened], 60):
+        attack.answers[line] += 1
     for _, writer in opened:
         writer.close()
 
@@ -241,10 +246,8 @@ async def run(server: Server, scale: float) -> bool:
             if (answer.startswith("5") and answer != "503") or answer == "STILL OPEN"
         ]
         fine = fine and not bad and not failures and grew < 64 and server.alive()
-        print(
-            f"{name:<20}{took_s:>8.1f}{1e3 * worst:>17.0f}{failures:>8}{grew:>10.1f}  {json.dumps(dict(attack.answers))}",
-            flush=True,
-        )
+        said = json.dumps(dict(attack.answers))
+        print(f"{name:<20}{took_s:>8.1f}{1e3 * worst:>17.0f}{failures:>8}{grew:>10.1f}  {said}", flush=True)
     return fine
 
 

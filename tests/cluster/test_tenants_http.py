@@ -307,3 +307,23 @@ def test_aborted_requests_are_paid_for_and_give_their_place_back(demo_model: Res
             assert account.since_start.prompt_tokens > 0
 
     uvloop.run(main())
+
+
+def test_what_never_reached_a_worker_is_not_charged(demo_model: ResolvedModel, ring: Ring) -> None:
+    key = ring.add("acme", monthly_tokens=5000)
+
+    async def main() -> None:
+        async with site(demo_model) as it:
+            config = FrontendConfig(keys=str(ring.path))
+            await it.start_frontend(config, router_queue_backlog=0.5, router_queue_timeout=0.3)
+            worker = await it.scripted("w0", max_num_batched_tokens=400)
+            async with it.connection() as first:
+                await first.send("POST", "/v1/completions", body([5] * 500), **bearer(key))
+                await until(lambda: len(worker.requests) == 1)
+                late = await it.ask("POST", "/v1/completions", body([6] * 500), **bearer(key))
+                assert late.status == 503
+                account = it.frontend.tenancy.meter.accounts["acme"]
+                await until(lambda: account.since_start.requests == 1)
+                assert account.since_start.tokens == 0
+
+    uvloop.run(main())

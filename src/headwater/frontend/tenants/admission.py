@@ -33,6 +33,9 @@ class TenantAdmission:
 
 
 def usage_of(record: RequestRecord, view: ClusterView) -> Usage:
+    """What did not get as far as a worker took nothing."""
+    if not record.worker_id:
+        return Usage(requests=1)
     return Usage(
         prompt_tokens=record.prompt_tokens,
         cached_tokens=record.cached_tokens,
