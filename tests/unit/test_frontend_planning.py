@@ -118,6 +118,18 @@ def test_nobody_is_told_anything(why: str) -> None:
     assert not told
 
 
+def test_adaptive_workers_do_both_when_the_last_that_decoded_is_gone() -> None:
+    view, told = view_of(2, role="prefill"), dict[str, Role]()
+
+    async def work() -> None:
+        plans = planning(view, DecisionLog(), told)
+        plans.start()
+        await until(lambda: told == {"w0": "both", "w1": "both"}, 10.0)
+        await plans.close()
+
+    asyncio.run(work())
+
+
 def test_workers_of_unknown_speed_are_not_planned() -> None:
     view = view_of(2)
     workers = view.workers

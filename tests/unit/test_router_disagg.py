@@ -95,6 +95,14 @@ def test_only_a_loose_plan_is_left_for_the_price() -> None:
     assert not choose(view, decoder, 1000, loose=True).remote
 
 
+def test_prefill_workers_do_all_of_it_while_nobody_decodes() -> None:
+    view, _ = cluster("prefill", "prefill")
+    assert [worker.worker_id for worker in view.eligible(MODEL)] == ["w0", "w1"]
+    assert not choose(view, view.eligible(MODEL)[0], 5000, DisaggSettings("always")).remote
+    view.put(described("w0", "decode"))
+    assert [worker.worker_id for worker in view.eligible(MODEL)] == ["w0"]
+
+
 def test_static_modes_ask_for_no_price() -> None:
     view, (both,) = cluster("both", "prefill")
     assert choose(view, both, 50, DisaggSettings("always")).remote

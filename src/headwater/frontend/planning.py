@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _DECIDE_TIMEOUT_S = 60.0
 _NICE = 10
+_RESCUE_S = 0.5
 _ACTIVE_S = 60.0
 """That a frontend counts after its last request."""
 
@@ -110,7 +111,7 @@ class Planning:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._settings.planner.interval_ms / 1000)
+            await self._pause(self._settings.planner.interval_ms / 1000)
             if self.pinned:
                 self._tell_pinned()
                 continue
@@ -120,6 +121,22 @@ class Planning:
                 except Exception:  # border of the task: serving goes on with the roles there are
                     logger.exception("no plan of roles was made; roles stay")
                     self._end_process()
+
+    async def _pause(self, seconds: float) -> None:
+        """Until the next look; meanwhile no model is left without a worker that decodes, whoever plans."""
+        ends = self._clock.now() + seconds
+        while (left := ends - self._clock.now()) > 0:
+            await asyncio.sleep(min(left, _RESCUE_S))
+            self._rescue()
+
+    def _rescue(self) -> None:
+        usable = [worker for worker in self._view.workers if worker.usable]
+        decoded = {worker.instance.card.fingerprint for worker in usable if worker.instance.role != "prefill"}
+        for worker in usable:
+            instance = worker.instance
+            if instance.adaptive and instance.card.fingerprint not in decoded:
+                logger.warning("nobody decodes %s any more: %s does both", instance.card.name, worker.worker_id)
+                self._tell(worker.worker_id, "both")
 
     def _adaptive(self) -> dict[str, list[WorkerView]]:
         """Workers of each model that has adaptive ones, if this frontend is the one to plan."""

