@@ -131,8 +131,7 @@ def test_a_signal_replaces_one_process_after_the_other(number: signal.Signals) -
         before = graph.supervisor.pids()
         os.kill(os.getpid(), number)
         await graph.until(lambda: graph.seen.rolls == ["begun", "done"])
-        after = graph.supervisor.pids()
-        assert set(after) == {part.successor for part in before}
+        await graph.until(lambda: set(graph.supervisor.pids()) == {part.successor for part in before})
         assert not any(alive(pid) for pid in before.values())
         assert not graph.seen.restarts
         graph.supervisor.stop()

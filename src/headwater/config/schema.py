@@ -147,6 +147,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Least severe level logged.")] = "info"
     log_format: Annotated[Literal["text", "json"], _doc("Lines for people or for machines.")] = "text"
     drain_timeout: Annotated[Seconds, _doc("Time for running streams to finish on SIGTERM.")] = 30.0
+    handover_timeout: Annotated[
+        Seconds, _doc("Time for a frontend's streams to finish when another process has taken its place (SIGUSR1).")
+    ] = 600.0
 
 
 class FaultsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

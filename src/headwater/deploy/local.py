@@ -43,6 +43,8 @@ from headwater.deploy.supervision import (
 CHILD_COMMAND = (sys.executable, "-m", "headwater.deploy.parts")
 _SPAWN_FAILED_EXIT = 126
 RESTART_SIGNAL = signal.SIGUSR2
+HANDOVER_SIGNAL = signal.SIGUSR1
+"""To a frontend: another one accepts from its socket now."""
 
 
 class Observer(Protocol):
@@ -157,9 +159,9 @@ class LocalSupervisor:
         match action:
             case Start(part):
                 self._start(part)
-            case Terminate(part):
+            case Terminate(part, succeeded):
                 if child := self._children.get(part):
-                    child.terminate()
+                    child.terminate(HANDOVER_SIGNAL if succeeded else signal.SIGTERM)
             case Kill(part):
                 if child := self._children.get(part):
                     child.kill()
@@ -269,6 +271,7 @@ def limits_of(config: ServeConfig) -> Limits:
         restarts=RestartLimits(max_restarts=config.max_restarts),
         ready_timeout_s=config.ready_timeout,
         drain_timeout_s=config.runtime.drain_timeout,
+        handover_timeout_s=config.runtime.handover_timeout,
     )
 
 

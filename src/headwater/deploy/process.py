@@ -64,12 +64,12 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    def terminate(self) -> None:
+    def terminate(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Only the process itself: it knows how to end what it started."""
         if not self._reaped:
             # Not `Popen.send_signal`: that reaps a process that has just ended, and its end would go unnoticed.
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGTERM)
+                os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """The whole group. The group id cannot be reused before the process is reaped."""

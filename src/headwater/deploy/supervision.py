@@ -8,9 +8,9 @@
 
 A rolling restart (`restart`) replaces one process after the other. A worker leaves, its streams end or go on at the
 others, then its successor starts. A frontend's successor starts first, on the same listening socket; when it is ready
-the old one stops accepting and ends what it has begun. A successor is another part with the same index. When one cannot
-be started the rest stays as it is. The KV store of the node stays in a rolling restart, leaves with the workers, and is
-the one kind that the rest goes on without.
+the old one stops accepting and has long to end what it has begun, while the restart goes on. A successor is another
+part with the same index. When one cannot be started the rest stays as it is. The KV store of the node stays in a
+rolling restart, leaves with the workers, and is the one kind that the rest goes on without.
 
 Invariants, checked by `check()`: at most one live process per part; after `stop` nothing is started; `Finish` comes
 exactly once and only when nothing is alive. A process that fails with `PERMANENT_EXIT` before it was ever ready is not
@@ -57,9 +57,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
-    """Ask to drain and leave."""
+    """Ask to drain and leave. `succeeded`: another one accepts in its place, so there is no hurry."""
 
     part: Part
+    succeeded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,8 @@ class Limits:
     ready_timeout_s: float = 600.0
     """Without any progress while starting; 0 for no limit."""
     drain_timeout_s: float = 30.0
+    handover_timeout_s: float = 600.0
+    """For a frontend that has been succeeded."""
     exit_grace_s: float = 5.0
     """What a process gets beyond its own drain time before it is killed."""
 
@@ -134,6 +137,7 @@ class _State:
     ever_ready: bool = False
     start_at: float | None = None
     kill_at: float | None = None
+    succeeded: bool = False
 
     @property
     def alive(self) -> bool:
@@ -232,6 +236,9 @@ class Supervision:
         state.status, state.kill_at = "down", None
         if self._ending is not None:
             return self._proceed(now)
+        if state.succeeded:
+            del self._states[part]
+            return []
         if self._roll is not None and (part == self._roll.leaving or self._cannot_come(part)):
             return self._replaced(part, now, reason)
         if code == 0 and state.ever_ready:
@@ -247,7 +254,7 @@ class Supervision:
         """Replace what runs, workers first. Nothing while that is under way already, or all is being stopped."""
         if self._roll is not None or self._ending is not None:
             return []
-        replaceable = [part for part in self._states if part.kind != "store"]
+        replaceable = [part for part, state in self._states.items() if part.kind != "store" and not state.succeeded]
         ready = [part for part in replaceable if self._states[part].status == "ready"]
         self._roll = _Roll(deque(sorted(ready, key=lambda part: (part.kind == "frontend", part.index))))
         return self._roll_on(now)
@@ -306,23 +313,27 @@ class Supervision:
         roll = self._roll
         if roll is None or roll.coming is not None:
             return []
+        actions: list[Action] = []
         if roll.leaving is not None:
-            return self._dismiss(roll.leaving, now)
+            actions, roll.leaving = self._dismiss(roll.leaving, now), None
         while roll.waiting:
             part = roll.waiting.popleft()
             if part not in self._states or self._states[part].status != "ready":
                 continue  # it has died by itself since
             roll.leaving = part
-            return self._dismiss(part, now) if part.kind == "worker" else [self._succeed(part)]
+            return [*actions, *self._dismiss(part, now)] if part.kind == "worker" else [*actions, self._succeed(part)]
         self._roll = None
-        return [Rolled()]
+        return [*actions, Rolled()]
 
     def _dismiss(self, part: Part, now: float) -> list[Action]:
+        """A worker is replaced after it has left, a frontend has been already."""
         state = self._states[part]
-        if not state.alive or state.kill_at is not None:
+        if not state.alive:
             return []
-        state.kill_at = now + self.limits.drain_timeout_s + self.limits.exit_grace_s
-        return [Terminate(part)]
+        state.succeeded = part.kind == "frontend"
+        time_s = self.limits.handover_timeout_s if state.succeeded else self.limits.drain_timeout_s
+        state.kill_at = now + time_s + self.limits.exit_grace_s
+        return [Terminate(part, state.succeeded)]
 
     def _succeed(self, part: Part) -> Start:
         assert self._roll is not None

@@ -280,9 +280,10 @@ async def _serve(
             on_listening(port)
         settle_memory()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        await stop.get()
+        succeeded = await stop.get() == signal.SIGUSR1
         logger.info("draining: %d requests in progress", frontend.application.num_generating)
-        await _drain(frontend, stop, config.runtime.drain_timeout)
+        runtime = config.runtime
+        await _drain(frontend, stop, runtime.handover_timeout if succeeded else runtime.drain_timeout)
     finally:
         await frontend.stop(0.0)
 
@@ -309,7 +310,7 @@ async def _drain(frontend: Frontend, stop: asyncio.Queue[int], timeout_s: float)
 def _stop_signals() -> asyncio.Queue[int]:
     loop = asyncio.get_running_loop()
     received: asyncio.Queue[int] = asyncio.Queue()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         loop.add_signal_handler(number, received.put_nowait, number)
     return received
 
