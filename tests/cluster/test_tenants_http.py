@@ -327,3 +327,32 @@ def test_what_never_reached_a_worker_is_not_charged(demo_model: ResolvedModel, r
                 assert account.since_start.tokens == 0
 
     uvloop.run(main())
+
+
+def test_what_goes_on_for_a_client_that_left_is_charged_and_belongs_to_its_key(
+    demo_model: ResolvedModel, ring: Ring
+) -> None:
+    key, other = ring.add("acme", max_concurrent=1), ring.add("other")
+    stream = {**CHAT, "stream": True, "max_tokens": 50}
+    resumable = {"x_request_id": "mine", "last_event_id": "0"}
+
+    async def main() -> None:
+        async with running(demo_model, keys=str(ring.path)) as it:
+            worker = await it.worker(answers=False)
+            async with it.connection() as gone:
+                await gone.send("POST", CHAT_PATH, stream, **bearer(key), **resumable)
+                await until(lambda: len(worker.requests) == 1)
+                worker.step(SequenceOutput(worker.requests[0].stream, [504, 505], num_cached_tokens=0))
+                await asyncio.sleep(0.05)
+            account = it.frontend.tenancy.meter.accounts["acme"]
+            await asyncio.sleep(0.1)
+            assert account.own_in_progress == 1, "it still computes"
+            assert (await chat(it, key)).status == 429
+            async with it.connection() as thief:
+                await thief.send("POST", CHAT_PATH, stream, **bearer(other), **resumable)
+                await until(lambda: len(worker.requests) == 2)
+            worker.step(SequenceOutput(worker.requests[0].stream, [506] * 20, "length"))
+            await until(lambda: account.own_in_progress == 0)
+            assert account.since_start.output_tokens == 22
+
+    uvloop.run(main())

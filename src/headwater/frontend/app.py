@@ -84,7 +84,7 @@ class Application:
             return
         if record.generates:
             self._num_generating -= 1
-            self._settle(record, status)
+            record.when_idle(lambda: self._settle(record, status))
         duration_s = self._now() - record.received
         if record.model and complete:
             self._metrics.model(record.model).duration.observe(duration_s)

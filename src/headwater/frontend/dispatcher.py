@@ -371,6 +371,7 @@ class ClusterDispatcher:
         if stream.sent:
             stream.metrics.ended(stream.num_tokens)
         self._placer.leave(stream, num_generated)
+        stream.record.sequence_ended()
 
     def _give_up(self, stream: Stream) -> None:
         """A sink cannot take output: whoever is behind it is told, rather than left waiting."""

@@ -5,6 +5,7 @@ it in between. Both find it by the request id, which is made unique among the op
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from headwater.frontend.http.base import HttpRequest
@@ -38,6 +39,22 @@ class RequestRecord:
     first_token: float = 0.0
     error_code: str = ""
     """Of the first sequence that failed; the status may be 200 when the answer had begun."""
+    open_sequences: int = 0
+    """They may go on after the connection is gone, for a client that comes back."""
+    on_idle: Callable[[], None] | None = None
+
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """Now, or when the last sequence has ended."""
+        if self.open_sequences:
+            self.on_idle = act
+        else:
+            act()
+
+    def sequence_ended(self) -> None:
+        """After all about it was filled in."""
+        if not self.open_sequences and self.on_idle is not None:
+            act, self.on_idle = self.on_idle, None
+            act()
 
 
 class OpenRequests:

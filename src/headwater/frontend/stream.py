@@ -122,6 +122,7 @@ class Streams:
     def add(self, stream: Stream) -> int:
         number = stream.number = stream.request.stream = next(self._numbers)
         self.at_workers[number] = stream
+        stream.record.open_sequences += 1
         return number
 
     def renumber(self, stream: Stream) -> None:
@@ -135,7 +136,8 @@ class Streams:
         return self.at_workers.get(self._moved.get(number, number))
 
     def remove(self, stream: Stream) -> None:
-        self.at_workers.pop(stream.request.stream, None)
+        if self.at_workers.pop(stream.request.stream, None) is not None:
+            stream.record.open_sequences -= 1
         if stream.request.stream != stream.number:
             self._moved.pop(stream.number, None)
 
