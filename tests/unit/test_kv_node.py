@@ -23,6 +23,7 @@ from headwater.kv.stores.base import TierStore
 from headwater.kv.stores.finishing import finished
 from headwater.kv.stores.host import HostTier, TierOptions
 from headwater.kv.stores.memory import MemoryTier
+from headwater.kv.table import BlockTable
 from headwater.runtime.conformance import eventually, run_leak_checked
 from kv_fixtures import buffers, chain, family_of, payload_of
 
@@ -382,5 +383,55 @@ def test_a_client_that_sends_nonsense_is_cut_off_and_harms_nobody(tmp_path: Path
             with pytest.raises(StoreError, match="no object tier"):
                 await client.list_blocks("object")
             assert await load(client, run) == 4
+
+    run_leak_checked(check())
+
+
+def test_what_is_in_memory_is_read_without_asking(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path) as node:
+            writer, reader = await node.client("writer"), await node.client("reader")
+            run = piece("a", 10)
+            await writer.offer(run, payloads(run))
+            assert await load(reader, run) == 10, "the first one asks"
+            asked = node.host.ledger._next_ticket
+            assert await load(reader, run) == 10
+            assert await load(writer, run) == 10
+            assert node.host.ledger._next_ticket == asked
+            await eventually(lambda: node.host.usage().num_hits == 30, "it counts as use all the same")
+
+    run_leak_checked(check())
+
+
+def test_a_place_that_was_given_to_another_block_meanwhile_is_noticed(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path) as node:
+            client = await node.client()
+            before, after = piece("before", 10), piece("after", 10)
+            await client.offer(before, payloads(before))
+            assert client._pool is not None
+            stale = [memoryview(bytearray(view)) for view in (client._pool.records, client._pool.index)]
+            await client.remove(before.ids)
+            assert await client.offer(after, payloads(after)) == 10
+            present, client._table = client._table, BlockTable(*stale)
+            assert client.num_in_host(before.ids) == 10, "as a reader sees it who looked just before"
+            assert await load(client, before) == 0
+            assert client.num_damaged == 0
+            client._table = present
+            assert await load(client, after) == 10
+
+    run_leak_checked(check())
+
+
+def test_blocks_past_their_time_are_not_read_without_asking_either(tmp_path: Path) -> None:
+    async def check() -> None:
+        options = TierOptions(4 << 20, min_block_bytes=4096, rules=Rules(ttl_s=0.5))
+        async with running(tmp_path, options) as node:
+            client = await node.client()
+            run = piece("a", 3)
+            await client.offer(run, payloads(run))
+            assert await load(client, run) == 3
+            await asyncio.sleep(2.1)
+            assert await load(client, run) == 0
 
     run_leak_checked(check())

@@ -26,11 +26,12 @@ from typing import TypeVar
 
 from headwater.errors import HeadwaterError, StoreClosed, StoreError
 from headwater.kv.block import Family
+from headwater.kv.families import MAX_FAMILIES
 from headwater.kv.node import wire
 from headwater.kv.node.connection import Connection, Greeted, greet
+from headwater.kv.node.copies import called_off, copy_in, copy_out, num_copiers, shared_places
 from headwater.kv.node.store import Piece, pieces_of
 from headwater.kv.pricing import ComputeRate, Curiosity, LoadPlan, PrefillMs, TierRun, plan_load
-from headwater.kv.stores.copying import copy_summed
 from headwater.kv.stores.finishing import finished
 from headwater.kv.stores.shared_pool import SharedPool
 from headwater.kv.table import BlockTable
@@ -71,14 +72,15 @@ class StoreClient:
         loop, what is resident in the node's tiers, and all of it again after a reconnection; on a lost connection it is
         told that all tiers are cleared."""
         self._path, self._name, self._on_events = path, name, on_events
-        self._threads = ThreadPoolExecutor(
-            num_threads or (2 if _num_processors() > 4 else 1), thread_name_prefix="kv-copy"
-        )
+        self._threads = ThreadPoolExecutor(num_threads or num_copiers(), thread_name_prefix="kv-copy")
         self._max_offered_bytes = max_offered_bytes
         self._offered_bytes = 0
         self._connection: Connection | None = None
         self._pool: SharedPool | None = None
         self._table: BlockTable | None = None
+        self._ttl_s = float("inf")
+        self._families: dict[Family, int] = {}
+        """Their numbers in the shared table, as far as they are known here."""
         self._keeper: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._curiosity = Curiosity()
@@ -183,7 +185,7 @@ class StoreClient:
         except StoreError as error:
             self._note(error)
         finally:
-            await _called_off([task for _, task in under_way])
+            await called_off([task for _, task in under_way])
         return loaded
 
     async def offer(self, chain: Piece, payloads: Sequence[memoryview]) -> int:
@@ -245,16 +247,39 @@ class StoreClient:
         await self.prefetch(piece, timeout_s=_TRIAL_S)
 
     async def _load(self, piece: Piece, into: Sequence[memoryview], deadline: float) -> int:
+        """Without asking anybody if all is in the host tier, else under a lease."""
+        if await self._read(piece, into):
+            return piece.num_blocks
+        return await self._load_leased(piece, into, deadline)
+
+    async def _read(self, piece: Piece, into: Sequence[memoryview]) -> bool:
+        """Whether the whole piece was found in shared memory and is now in the buffers.
+
+        Nothing keeps a block from being evicted and overwritten meanwhile, but then its bytes do not match the
+        checksum, which is bound to its id: what matches is right, whatever happened on the way.
+        """
+        family = self._families.get(piece.family, -1)
+        found = shared_places(self._table, self._pool, piece, family, time.time() - self._ttl_s)
+        if found is None:
+            return False
+        places, checksums = found
+        started = time.monotonic()
+        arrived = await self._on_thread(partial(copy_out, piece.ids, places, checksums, into))
+        if arrived < piece.num_blocks:
+            return False
+        self._tell(wire.Used(0, _chain(piece), (time.monotonic() - started) * 1e3))
+        return True
+
+    async def _load_leased(self, piece: Piece, into: Sequence[memoryview], deadline: float) -> int:
         """Copy and check; only what was checked while the lease still held counts."""
         timeout_s = max(0.0, deadline - time.monotonic())
-        if self.num_in_host(piece.ids) == piece.num_blocks:
-            timeout_s = 0.0
         leased = await self._ask(wire.Lease(0, _chain(piece), timeout_s), wire.Leased, timeout_s)
+        self._note_family(piece.family, leased.family)
         pool, size = self._open_pool(), piece.family.payload_bytes
         places = [pool.view(offset, size) for offset in leased.offsets]
         started = time.monotonic()
         try:
-            arrived = await self._on_thread(partial(_copy_out, piece.ids, places, leased.checksums, into))
+            arrived = await self._on_thread(partial(copy_out, piece.ids, places, leased.checksums, into))
         except asyncio.CancelledError:
             self._tell(wire.Release(0, leased.ticket, []))
             raise
@@ -277,10 +302,11 @@ class StoreClient:
         try:
             return sum(await asyncio.gather(*giving))
         finally:
-            await _called_off(giving)
+            await called_off(giving)
 
     async def _give(self, piece: Piece, payloads: Sequence[memoryview]) -> int:
         reserved = await self._ask(wire.Reserve(0, _chain(piece)), wire.Reserved)
+        self._note_family(piece.family, reserved.family)
         checksums: dict[int, int] = {}
         try:
             if any(slot >= 0 for slot in reserved.slots):
@@ -289,7 +315,7 @@ class StoreClient:
                     pool.view(offset, size) if slot >= 0 else None
                     for slot, offset in zip(reserved.slots, reserved.offsets, strict=True)
                 ]
-                sums = await self._on_thread(partial(_copy_in, piece.ids, places, payloads))
+                sums = await self._on_thread(partial(copy_in, piece.ids, places, payloads))
                 checksums = {slot: sums[number] for number, slot in enumerate(reserved.slots) if slot >= 0}
         except asyncio.CancelledError:
             self._tell(wire.Commit(0, reserved.ticket, {}))
@@ -300,6 +326,11 @@ class StoreClient:
         return await finished(asyncio.get_running_loop().run_in_executor(self._threads, work))
 
     # Inside: the connection
+
+    def _note_family(self, family: Family, number: int) -> None:
+        if len(self._families) >= MAX_FAMILIES:
+            self._families.clear()
+        self._families[family] = number
 
     def _piece_bytes(self) -> int:
         """What is leased or reserved at once: few messages, but never much of the pool."""
@@ -342,6 +373,7 @@ class StoreClient:
         try:
             pool = SharedPool.attach(greeted.fd, greeted.welcome.layout)
             self._pool, self._table = pool, BlockTable(pool.records, pool.index)
+            self._ttl_s = greeted.welcome.ttl_s or float("inf")
             connection = Connection(greeted, self._told)
             await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=greeted.socket)
         except BaseException:
@@ -377,39 +409,12 @@ class StoreClient:
             connection.close()
             if self._on_events is not None:
                 self._on_events([BlocksCleared(tier) for tier in ("host", "disk", "peer", "object")])
+        self._families.clear()
         table, self._table = self._table, None
         pool, self._pool = self._pool, None
         if table is not None and pool is not None:
             table.close()
             pool.close()
-
-
-def _num_processors() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def _copy_out(ids: bytes, places: Sequence[memoryview], checksums: Sequence[int], into: Sequence[memoryview]) -> int:
-    """How many were whole, up to the first that was not."""
-    for number, (place, expected, view) in enumerate(zip(places, checksums, into, strict=False)):
-        if copy_summed(view, place, ids[16 * number : 16 * number + 16]) != expected:
-            return number
-    return len(places)
-
-
-def _copy_in(ids: bytes, places: Sequence[memoryview | None], payloads: Sequence[memoryview]) -> list[int]:
-    """Their checksums; 0 for what has no place."""
-    sums = [0] * len(places)
-    for number, (place, payload) in enumerate(zip(places, payloads, strict=True)):
-        if place is not None:
-            sums[number] = copy_summed(place, payload, ids[16 * number : 16 * number + 16])
-    return sums
-
-
-async def _called_off(tasks: "Sequence[asyncio.Task[int]]") -> None:
-    """On return none of them uses a buffer any more."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _chain(piece: Piece) -> wire.Chain:

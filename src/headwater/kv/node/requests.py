@@ -44,6 +44,13 @@ class Requests:
         for key in [key for key in self._writing if key[0] == holder]:
             del self._writing[key]
 
+    def used(self, request: wire.Used) -> None:
+        """Blocks were read without a lease: that counts as much as with one."""
+        piece = _piece(request.chain)
+        self._store.host.used(piece.ids)
+        self._store.used(piece)
+        self._store.prices.observe("host", piece.num_blocks * piece.family.payload_bytes, request.copied_ms)
+
     def answer_now(self, holder: int, request: wire.Request) -> wire.Answer | None:
         """None if it takes waiting."""
         match request:
@@ -114,7 +121,11 @@ class Requests:
         offsets = [ledger.reserved_offset(ticket, slot) if isinstance(slot, int) else 0 for slot in answers]
         self._writing[holder, ticket] = piece
         return wire.Reserved(
-            request.serial, ticket, [slot if isinstance(slot, int) else _REFUSALS[slot] for slot in answers], offsets
+            request.serial,
+            ticket,
+            ledger.families.find(piece.family),
+            [slot if isinstance(slot, int) else _REFUSALS[slot] for slot in answers],
+            offsets,
         )
 
     def _warn_of_size(self, family: Family) -> None:
@@ -151,6 +162,7 @@ class Requests:
         return wire.Leased(
             request.serial,
             ticket,
+            host.ledger.families.find(piece.family),
             [slot for slot, _ in run],
             [record.offset for _, record in run],
             [record.block.checksum for _, record in run],

@@ -188,6 +188,8 @@ class _Connection(asyncio.Protocol):
             self._greet(request)
         elif not self.name:
             raise ProtocolError("the first message was no greeting")
+        elif isinstance(request, wire.Used):
+            self._server.requests.used(request)
         elif self._answered_now(request):
             return
         elif len(self._under_way) >= _MAX_UNDER_WAY:
@@ -221,7 +223,7 @@ class _Connection(asyncio.Protocol):
         self.name = hello.name or f"client {self.holder}"
         host = self._server.store.host
         rules = host.options.rules
-        welcome = wire.Welcome(hello.serial, wire.VERSION, host.pool.layout, rules.lease_s, rules.write_s)
+        welcome = wire.Welcome(hello.serial, wire.VERSION, host.pool.layout, rules.lease_s, rules.write_s, rules.ttl_s)
         try:
             socket.send_fds(self._client, [wire.encode(welcome)], [host.pool.fd])
         except OSError as error:

@@ -82,6 +82,13 @@ class Release(_Message, frozen=True):
     copied_ms: float = 0.0
 
 
+class Used(_Message, frozen=True):
+    """Blocks of the host tier were read without asking, and were whole. Not answered."""
+
+    chain: Chain
+    copied_ms: float
+
+
 class Locate(_Message, frozen=True):
     chain: Chain
     timeout_s: Seconds
@@ -141,10 +148,14 @@ class Welcome(_Message, frozen=True):
     layout: PoolLayout
     lease_s: float
     write_s: float
+    ttl_s: float | None
+    """Blocks older than this are not to be read."""
 
 
 class Reserved(_Message, frozen=True):
     ticket: int
+    family: int
+    """Its number in the shared table."""
     slots: list[int]
     offsets: list[int]
 
@@ -155,6 +166,8 @@ class Committed(_Message, frozen=True):
 
 class Leased(_Message, frozen=True):
     ticket: int
+    family: int
+    """Its number in the shared table; -1 if there is nothing of it."""
     slots: list[int]
     """Of a leading run."""
     offsets: list[int]
@@ -247,7 +260,7 @@ class Failed(_Message, frozen=True):
 
 
 Request = (
-    Hello | Reserve | Commit | Lease | Release | Locate | Prefetch | Describe | Pin | Remove | Clear
+    Hello | Reserve | Commit | Lease | Release | Used | Locate | Prefetch | Describe | Pin | Remove | Clear
     | AskStatus | ListBlocks | Verify | Warm
 )  # fmt: skip
 Answer = (

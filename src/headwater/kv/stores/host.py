@@ -127,6 +127,10 @@ class HostTier:
     def release(self, holder: int, ticket: int, damaged: Sequence[int] = ()) -> bool:
         return self.ledger.release(holder, ticket, damaged)
 
+    def used(self, ids: bytes) -> None:
+        """Blocks were read by somebody who did not ask."""
+        self.ledger.touch(ids)
+
     def place(self, ticket: int, slot: int, family: Family) -> memoryview:
         """Where to write a block that was reserved."""
         return self.pool.view(self.ledger.reserved_offset(ticket, slot), family.payload_bytes)
