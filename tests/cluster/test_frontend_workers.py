@@ -15,11 +15,12 @@ import uvloop
 from api_client import Connection
 from scripted_worker import until
 
+from etcd_fixture import EtcdServer, need_etcd
 from headwater.config.schema import FrontendConfig, RouterConfig, ServeConfig
 from headwater.frontend.process import Frontend
 from headwater.runtime.endpoints import IpcEndpoints
 from headwater.runtime.planes import ZmqPlanes
-from headwater.runtime.registry.file import FileRegistry
+from headwater.runtime.registry.open import open_registry
 
 NUM_TOKENS = 60
 REQUEST = {
@@ -37,12 +38,13 @@ class Setting:
     frontend: Frontend
     port: int
     folder: Path
+    registry_url: str
     workers: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
     """By the id they registered under."""
 
     async def add_worker(self) -> str:
         command = [sys.executable, "-m", "headwater", "worker", "--engine", "mocker", "--served-model-name", "mock"]
-        command += ["--registry", (self.folder / "registry").as_uri(), "--mocker-decode-base-ms", "20"]
+        command += ["--registry", self.registry_url, "--mocker-decode-base-ms", "20"]
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(self.folder), "OMP_NUM_THREADS": "1"}
         child = await asyncio.create_subprocess_exec(
             *command, env=environment, stderr=asyncio.subprocess.DEVNULL, stdin=asyncio.subprocess.DEVNULL
@@ -84,14 +86,15 @@ class Setting:
 
 
 @contextlib.asynccontextmanager
-async def setting(folder: Path) -> AsyncIterator[Setting]:
-    registry = FileRegistry(folder / "registry")
+async def setting(folder: Path, registry_url: str | None = None) -> AsyncIterator[Setting]:
+    registry_url = registry_url or (folder / "registry").as_uri()
+    registry = open_registry(registry_url)
     planes = ZmqPlanes(IpcEndpoints(folder / "s"))
     config = ServeConfig(
         frontend=FrontendConfig(port=0, request_timeout=60), router=RouterConfig(router_policy="least_loaded")
     )
     frontend = Frontend(config, planes, registry)
-    state = Setting(frontend, await frontend.start(share_port=False), folder)
+    state = Setting(frontend, await frontend.start(share_port=False), folder, registry_url)
     try:
         yield state
     finally:
@@ -163,3 +166,32 @@ def test_a_stopped_worker_costs_nobody_anything_and_is_taken_back_when_it_goes_o
             assert set(await asyncio.gather(*(it.stream() for _ in range(6)))) == {"complete"}
 
     uvloop.run(main())
+
+
+@pytest.mark.usefixtures("demo_model")
+def test_an_etcd_that_is_away_for_longer_than_its_leases_costs_nobody_anything(run_folder: Path) -> None:
+    need_etcd()
+
+    async def main(etcd: EtcdServer) -> None:
+        async with setting(run_folder, f"etcd://127.0.0.1:{etcd.port}/test") as it:
+            workers = {await it.add_worker() for _ in range(2)}
+            await until(lambda: it.frontend.models.ready, 30)
+            streams = [asyncio.ensure_future(it.stream()) for _ in range(4)]
+            await asyncio.to_thread(etcd.stop)
+            await until(lambda: not it.frontend.cluster.registry_reachable, 10)
+            assert set(await asyncio.gather(*streams)) == {"complete"}
+            await asyncio.sleep(6.0)
+            assert await it.stream() == "complete"
+            assert it.eligible() == workers
+            await asyncio.to_thread(etcd.start)
+            await until(lambda: it.frontend.cluster.registry_reachable, 10)
+            assert await it.stream() == "complete"
+            assert it.eligible() == workers
+
+    etcd = EtcdServer(run_folder / "etcd")
+    etcd.folder.mkdir()
+    etcd.start()
+    try:
+        uvloop.run(main(etcd))
+    finally:
+        etcd.stop()
