@@ -127,7 +127,8 @@ def _azurite_program() -> Path | None:
 
 
 def _missing(what: str) -> NoReturn:
-    if os.environ.get("CI"):
+    """Continuous integration installs them, if it may."""
+    if os.environ.get("CI") and (os.geteuid() == 0 or shutil.which("npm")):
         pytest.fail(what)
     pytest.skip(what)
 
