@@ -1,0 +1,174 @@
+"""Does the KV store pay? The real model with a small device cache: without a store, and over one tier after the other.
+
+    python bench/kv_pays.py [--requests 60] [--rounds 2] [--object s3://bucket/prefix] [--json]
+
+`rag`: every request is one of twelve documents and a question of its own; the device holds two of them.
+`turns`: eight conversations take turns, each with all of its history; the device holds two of them.
+One request at a time, as token ids, greedy. The same requests go to every variant, variants take turns, and figures are
+medians over rounds. Reuse is the part of prompt tokens that was not computed, as the server tells the client.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from processes import free_port, running
+
+DEVICE_BLOCKS = 110
+DOCUMENT_TOKENS = 640
+QUESTION_TOKENS = 24
+OUTPUT_TOKENS = 16
+BLOCK_BYTES = 737_280
+WAIT_S = 180.0
+
+
+class Figures(NamedTuple):
+    ttft_ms: float
+    ttft_p95_ms: float
+    seconds: float
+    reuse: float
+    texts: tuple[str, ...]
+
+
+def rag(requests: int, random: Random) -> Iterator[list[int]]:
+    documents = [words(random, DOCUMENT_TOKENS) for _ in range(12)]
+    for _ in range(requests):
+        yield random.choice(documents) + words(random, QUESTION_TOKENS)
+
+
+def turns(requests: int, random: Random) -> Iterator[list[int]]:
+    histories = [words(random, 300) for _ in range(8)]
+    for number in range(requests):
+        history = histories[number % len(histories)]
+        history += words(random, 48)
+        yield list(history)
+
+
+def words(random: Random, count: int) -> list[int]:
+    return [random.randrange(1_000, 40_000) for _ in range(count)]
+
+
+WORKLOADS = {"rag": rag, "turns": turns}
+
+
+@contextlib.contextmanager
+def server(flags: Sequence[str], folder: Path) -> Iterator[str]:
+    port = free_port()
+    command = [sys.executable, "-m", "headwater", "serve", "--port", str(port), "--device", "cpu", "--threads", "1"]
+    command += ["--num-kv-blocks", str(DEVICE_BLOCKS), *flags]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    url = f"http://127.0.0.1:{port}"
+    with running([command], environment, str(folder / "log")) as (child,):
+        deadline = time.monotonic() + WAIT_S
+        while not ready(url):
+            if child.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the server did not become ready:\n{(folder / 'log').read_text()[-2000:]}")
+            time.sleep(0.1)
+        yield url
+
+
+def ready(url: str) -> bool:
+    with contextlib.suppress(urllib.error.URLError, OSError):
+        return bool(urllib.request.urlopen(f"{url}/ready", timeout=2).status == 200)
+    return False
+
+
+def ask(url: str, prompt: list[int]) -> tuple[float, dict[str, Any], str]:
+    """Time to the first token in ms, usage, and the text."""
+    body = {"model": "smollm2-135m-instruct", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    began, first_ms, usage, text = time.perf_counter(), 0.0, {}, ""
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            first_ms = first_ms or 1e3 * (time.perf_counter() - began)
+            chunk = json.loads(line[6:])
+            usage = chunk.get("usage") or usage
+            text += "".join(choice["text"] for choice in chunk["choices"])
+    return first_ms, usage, text
+
+
+def measure(url: str, prompts: Sequence[list[int]]) -> Figures:
+    ask(url, words(Random(99), 64))
+    began = time.perf_counter()
+    answers = [ask(url, prompt) for prompt in prompts]
+    seconds = time.perf_counter() - began
+    times = sorted(first_ms for first_ms, _, _ in answers)
+    cached = sum((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0) for _, usage, _ in answers)
+    total = sum(map(len, prompts))
+    texts = tuple(text for _, _, text in answers)
+    return Figures(fmean(times), times[int(0.95 * (len(times) - 1))], seconds, cached / total, texts)
+
+
+def variants(object_url: str | None) -> dict[str, list[str]]:
+    """Flags of each; `{folder}` is one of its own."""
+
+    def size(blocks: int) -> str:
+        return str(blocks * BLOCK_BYTES)
+
+    disk = ["--kv-disk", f"{{folder}}/disk:{size(1200)}", "--kv-admission", "all"]
+    found = {
+        "none": [],
+        "host": ["--kv-host", size(1200)],
+        "small host + disk": ["--kv-host", size(160), *disk],
+    }
+    if object_url:
+        found["small host + disk + object"] = ["--kv-host", size(160), *disk, "--kv-object", object_url]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--object", help="URL of a bucket for the object tier")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if not args.json:
+        print(f"{'workload':9} {'store':28} {'TTFT ms':>9} {'p95':>9} {'total s':>8} {'reuse':>7} {'TTFT x':>7} same")
+    for name, make in WORKLOADS.items():
+        rounds: dict[str, list[Figures]] = {}
+        for number in range(args.rounds):
+            prompts = list(make(args.requests, Random(number)))
+            with tempfile.TemporaryDirectory(prefix="hw-pays-") as root:
+                for variant, flags in variants(args.object).items():
+                    folder = Path(root) / variant.replace(" ", "")
+                    folder.mkdir()
+                    with server([flag.format(folder=folder) for flag in flags], folder) as url:
+                        rounds.setdefault(variant, []).append(measure(url, prompts))
+        report(name, rounds, as_json=args.json)
+
+
+def report(name: str, rounds: dict[str, list[Figures]], *, as_json: bool) -> None:
+    base = median(figures.ttft_ms for figures in rounds["none"])
+    for variant, all_figures in rounds.items():
+        ttft_ms, p95_ms, seconds, reuse = (median(column) for column in zip(*(f[:4] for f in all_figures), strict=True))
+        same = all(mine.texts == plain.texts for mine, plain in zip(all_figures, rounds["none"], strict=True))
+        if as_json:
+            row = {"workload": name, "store": variant, "ttft_ms": ttft_ms, "ttft_p95_ms": p95_ms, "seconds": seconds}
+            print(json.dumps(row | {"reuse": reuse, "same_output": same}), flush=True)
+        else:
+            print(
+                f"{name:9} {variant:28} {ttft_ms:9.1f} {p95_ms:9.1f} {seconds:8.1f} {reuse:7.1%} "
+                f"{base / ttft_ms:7.2f} {'yes' if same else 'NO'}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
