@@ -19,9 +19,9 @@ blocks; the last one of a prompt may hold a part. Block `b` lies at `b * block_b
               kv.arrived(stream, k)                                   the first k blocks of the sequence are there
               kv.prefilled(stream, first) or kv.loaded(stream, k)     done; with loaded, the engine computes the rest
               loader.on_load_ended(LoadEnded)                         instead: stop writing, then kv.stopped(stream)
-    export    kv.submit_exported(request, reader, first_block, hold_s)    instead of `submit`
+    export    kv.read(stream, reader)                                 before a request with `export` is submitted
               reader.on_exported(BlocksExported)                      per step: these blocks can be read now
-              kv.release(stream)                                      read; until then, or for `hold_s`, they stay
+              kv.release(stream)                                      read; until then, or for its `hold_s`, they stay
     offload   kv.watch(watcher)
               watcher.on_committed([BlocksCommitted, ...])            per step: what has become full, with ids
               kv.hold(id, hold_s, on_held)                            keep a block and all before it while reading
@@ -173,7 +173,9 @@ class KvPort(Protocol):
 
     def stopped(self, stream: int) -> None: ...
 
-    def submit_exported(self, request: EngineRequest, reader: KvReader, first_block: int, hold_s: float) -> None: ...
+    def read(self, stream: int, reader: KvReader) -> None:
+        """Who is told of the blocks of a stream that is exported, until `release`."""
+        ...
 
     def release(self, stream: int, after_s: float = 0.0) -> None:
         """The blocks of an exported stream are not needed any more (after some time); end it if it is open."""

@@ -89,16 +89,16 @@ class EngineCore:
         """Take requests; the answer holds an output for each that was refused."""
         return [refused for request in requests if (refused := self._submit_one(request)) is not None]
 
-    def _submit_one(
-        self, request: EngineRequest, *, load_s: float | None = None, export: tuple[int, float] | None = None
-    ) -> SequenceOutput | None:
+    def _submit_one(self, request: EngineRequest, *, load_s: float | None = None) -> SequenceOutput | None:
         now = self._clock.epoch()
+        order = request.export
+        export = None if order is None else Export(order.first_block, now + order.hold_s)
         try:
             sequence = self._scheduler.add(
                 request,
                 now,
                 load_s=load_s,
-                export=None if export is None else Export(export[0], now + export[1]),
+                export=export,
             )
         except HeadwaterError as error:
             return refusal(request.stream, error)
@@ -126,11 +126,6 @@ class EngineCore:
             return []
         self._scheduler.exchange.refused(request.stream)
         return [refused]
-
-    def submit_exported(self, request: EngineRequest, first_block: int, hold_s: float) -> list[SequenceOutput]:
-        """Like `submit`, for a request whose blocks are read from elsewhere."""
-        refused = self._submit_one(request, export=(first_block, hold_s))
-        return [] if refused is None else [refused]
 
     def arrived(self, stream: int, num_blocks: int) -> None:
         self._scheduler.exchange.arrived(stream, num_blocks)

@@ -10,7 +10,7 @@ from headwater.engines.base import KvPort
 from headwater.engines.conformance import EngineConformance, prompt_of
 from headwater.engines.watched import END_S, Bench
 from headwater.kv.identity import chain_block_ids, namespace
-from headwater.protocol.request import EngineRequest
+from headwater.protocol.request import EngineRequest, ExportOrder
 from headwater.runtime.conformance import eventually, on_loop
 from headwater.scheduler.outside import BlocksCommitted, BlocksExported, FirstToken, Held, LoadEnded, LoadStarted
 
@@ -55,10 +55,18 @@ class KvPortConformance(EngineConformance):
         assert port is not None, "this engine has no KV port"
         return port
 
+    def begin_export(
+        self, bench: Bench, request: EngineRequest, reader: Outsider, first_block: int = 0, hold_s: float = 60.0
+    ) -> None:
+        card = bench.info.card
+        request.export = ExportOrder(first_block, hold_s, card.fingerprint, card.kv_layout, card.dtype, card.block_size)
+        self.port(bench).read(request.stream, reader)
+        bench.engine.submit([request])
+
     async def export(self, bench: Bench, request: EngineRequest, first_block: int = 0) -> tuple[Outsider, FirstToken]:
         """Prefill elsewhere: the blocks, and the first token."""
         reader = Outsider()
-        self.port(bench).submit_exported(request, reader, first_block, 60.0)
+        self.begin_export(bench, request, reader, first_block)
         await eventually(lambda: bench.recorder.ended(request.stream), "the export ends", END_S)
         (token,) = bench.recorder.tokens(request.stream)
         return reader, FirstToken(token)
@@ -190,12 +198,12 @@ class KvPortConformance(EngineConformance):
             bench.slow_down(0.01)
             reader = Outsider()
             running, held = bench.request(prompt_of(480), 1), bench.request(prompt_of(60, 2), 1)
-            self.port(bench).submit_exported(running, reader, 0, 60.0)
+            self.begin_export(bench, running, reader)
             await eventually(lambda: bool(reader.exported), "something can be read")
             self.port(bench).release(running.stream)
             await bench.all_free()
             assert running.stream not in bench.recorder.outputs
-            self.port(bench).submit_exported(held, reader, 0, 0.4)
+            self.begin_export(bench, held, reader, hold_s=0.4)
             await eventually(lambda: bench.recorder.ended(held.stream), "it ends", END_S)
             await bench.all_free()
 
@@ -224,6 +232,29 @@ class KvPortConformance(EngineConformance):
             port.drop(held.hold)
             await bench.all_free()
             self.check(bench)
+
+    @on_loop
+    async def test_what_is_loaded_can_be_exported_at_once(self) -> None:
+        """A prefill worker whose store has the beginning of a prompt."""
+        async with self.bench() as first, self.bench() as second:
+            source, _ = await self.export(first, first.request(prompt_of(150), 1))
+            request, reader = second.request(prompt_of(150), 1), Outsider()
+            card = second.info.card
+            request.export = ExportOrder(2, 60.0, card.fingerprint, card.kv_layout, card.dtype, card.block_size)
+            self.port(second).read(request.stream, reader)
+            _, started = await self.load(second, request)
+            self.copy(first, source.readable[:5], second, started.blocks[:5])
+            self.port(second).arrived(request.stream, 4)
+            await eventually(lambda: reader.readable == list(started.blocks[2:4]), "what arrived can be read")
+            self.port(second).loaded(request.stream, 5)
+            await eventually(lambda: second.recorder.ended(request.stream), "it ends", END_S)
+            assert reader.readable == list(started.blocks[2:])
+            if second.info.batch_invariant:
+                here = [bytes(self.port(second).blocks.block(block)) for block in reader.readable[:-1]]
+                assert here == [bytes(self.port(first).blocks.block(block)) for block in source.readable[2:-1]]
+            self.port(second).release(request.stream)
+            await second.all_free()
+            self.check(second)
 
     def copy(self, first: Bench, source: list[int], second: Bench, target: tuple[int, ...] | list[int]) -> None:
         there, here = self.port(first).blocks, self.port(second).blocks

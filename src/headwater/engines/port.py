@@ -83,9 +83,8 @@ class CorePort:
 
     # ---- reading
 
-    def submit_exported(self, request: EngineRequest, reader: KvReader, first_block: int, hold_s: float) -> None:
-        self._readers[request.stream] = reader
-        self._owner.submit_as(request, lambda core: core.submit_exported(request, first_block, hold_s))
+    def read(self, stream: int, reader: KvReader) -> None:
+        self._readers[stream] = reader
 
     def release(self, stream: int, after_s: float = 0.0) -> None:
         self._readers.pop(stream, None)

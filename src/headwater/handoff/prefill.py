@@ -55,8 +55,8 @@ class PrefillSide:
         """Wait until nobody reads."""
         await self._idle.wait()
 
-    def submit(self, peer: bytes, stream: int, request: EngineRequest) -> None:
-        """Take a request, already named for the engine. Raises `TransferRefused`, `InvalidRequest`."""
+    def expect(self, peer: bytes, stream: int, request: EngineRequest) -> None:
+        """A request, named for the engine already, is about to go there. Raises `TransferRefused`, `InvalidRequest`."""
         order = request.export
         if order is None or not 0 < order.hold_s <= MAX_HOLD_S or order.first_block < 0:
             raise InvalidRequest("an export needs a first block and a time of up to an hour", param="export")
@@ -67,7 +67,7 @@ class PrefillSide:
         self._exports[request.stream] = _Export(peer, stream, timer)
         self._by_peer.setdefault(peer, {})[stream] = request.stream
         self._idle.clear()
-        self._port.submit_exported(request, self, order.first_block, order.hold_s)
+        self._port.read(request.stream, self)
 
     def release(self, peer: bytes, streams: list[int]) -> None:
         """The peer has read what it wanted of these, named as it calls them; unknown ones are ignored."""

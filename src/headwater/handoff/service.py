@@ -1,7 +1,7 @@
 """Both sides of hand-offs at one worker, made when its engine has started.
 
-Requests that name a prefill worker, and those of other workers that want their blocks, go through here to the engine;
-an engine without a KV port computes the former itself and refuses the latter.
+Requests that name a prefill worker go through here to the engine, and those of other workers that want their blocks are
+announced here; an engine without a KV port computes the former itself and refuses the latter.
 """
 
 import asyncio
@@ -41,10 +41,13 @@ class Handoffs:
         return True
 
     def export(self, peer: bytes, stream: int, request: EngineRequest) -> None:
-        """Prefill for a peer, which calls it `stream`. Raises `TransferRefused`, `InvalidRequest`."""
+        """A request whose blocks a peer reads, which calls it `stream`, is about to go to the engine.
+
+        Raises `TransferRefused`, `InvalidRequest`.
+        """
         if self._prefill is None:
             raise InvalidRequest("this worker's engine does not give out KV blocks", param="export")
-        self._prefill.submit(peer, stream, request)
+        self._prefill.expect(peer, stream, request)
 
     def release(self, peer: bytes, streams: list[int]) -> None:
         if self._prefill is not None:

@@ -76,7 +76,7 @@ class KvTiers:
             return False
         blocks = self._chains.of(request)
         self._offloader.opened(request.stream, blocks.chain)
-        return request.prefill is None and request.export is None and self._onloader.take(request, blocks)
+        return request.prefill is None and self._onloader.take(request, blocks)
 
     def abort(self, streams: Sequence[int]) -> None:
         if self._onloader is not None and self._offloader is not None:

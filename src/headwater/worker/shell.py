@@ -272,7 +272,7 @@ class WorkerShell:
             self._tell_shares()
 
     def _open(self, peer: bytes, request: EngineRequest) -> EngineRequest:
-        """Name a request for the engine; one whose blocks the peer reads is handed over here. Raises why not."""
+        """Name a request for the engine; who reads its blocks is known from here on. Raises why not."""
         if self._refusing is not None:
             raise self._refusing
         stream = request.stream
@@ -295,8 +295,8 @@ class WorkerShell:
         return self._listener.frontend_id(peer) or peer.decode(errors="replace")
 
     def _exchanges(self, request: EngineRequest) -> bool:
-        """Whether a request goes to the engine by another way, because of its KV blocks."""
-        return request.export is not None or (self._handoffs is not None and self._handoffs.load(request))
+        """Whether another worker computes the prompt, so that a request goes to the engine by another way."""
+        return self._handoffs is not None and self._handoffs.load(request)
 
     def _in_store(self, request: EngineRequest) -> bool:
         """Whether a request goes to the engine once blocks of it that the store may have were looked for."""
