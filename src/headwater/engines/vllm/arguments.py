@@ -105,12 +105,13 @@ def _tell_unused(parser: argparse.ArgumentParser, parsed: argparse.Namespace) ->
 def bind_cores(config: EngineConfig, placement: Placement) -> None:
     """On a CPU: give each instance on this host its own cores, unless the operator has said which.
 
-    vLLM by itself binds every instance to the same first cores.
+    vLLM by itself binds every instance to the same first cores. As it does, one of several is left to the engine core,
+    which would otherwise stand in the way of the compute threads that wait for each other.
     """
     cores = sorted(os.sched_getaffinity(0))
     share = cores[placement.index :: placement.count] if len(cores) >= placement.count else []
-    if config.threads is not None:
-        share = share[: config.threads] if len(share) >= config.threads else []
+    num_threads = config.threads or max(1, len(share) - 1)
+    share = share[:num_threads] if len(share) >= num_threads else []
     set_default = os.environ.setdefault
     set_default("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, share)) or "nobind")
     if not share:
