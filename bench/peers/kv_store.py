@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from headwater.clock import RealClock
+from headwater.kv.block import Block
 from headwater.kv.checksum import checksum
 from headwater.kv.node.benchmark import Buffers, measure_lookups, store_process
 from headwater.kv.stores.disk import DiskOptions, DiskTier
@@ -45,25 +46,24 @@ async def ours(keys: int, kib: int, rounds: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="headwater-kv-") as folder:
         cap_bytes = (rounds + 8) * 4 * buffers.num_bytes
         tier = DiskTier(DiskOptions(Path(folder, "tier"), TierOptions(cap_bytes, min_block_bytes=4096)), RealClock())
-        for number in range(rounds + 2):
-            chain = buffers.chain(f"round {number}")
+        chains = [buffers.chain(f"round {number}") for number in range(rounds + 2)]
+        for chain in chains:
             started = time.perf_counter()
             blocks = [
                 block._replace(checksum=checksum(block.id, source))
                 for block, source in zip(chain.blocks(), buffers.sources, strict=True)
             ]
             await tier.put(chain.family, blocks, buffers.sources)
-            stored = time.perf_counter()
+            times["store"].append((time.perf_counter() - started) * 1e3)
+        for chain in chains:
+            started = time.perf_counter()
             found = await tier.get(chain.family, chain.ids, buffers.targets)
-            loaded = time.perf_counter()
-            assert found == blocks
-            assert buffers.targets == buffers.sources
-            if number >= 2:
-                times["store"].append((stored - started) * 1e3)
-                times["load"].append((loaded - stored) * 1e3)
+            times["load"].append((time.perf_counter() - started) * 1e3)
+            assert [block.id for block in found if isinstance(block, Block)] == [b.id for b in chain.blocks()]
+        assert buffers.targets == buffers.sources
         await tier.close()
     buffers.release()
-    return {what: median(took) for what, took in times.items()}
+    return {what: median(took[2:]) for what, took in times.items()}
 
 
 def main() -> None:
