@@ -22,7 +22,9 @@ from headwater.bench.workload import LoadRequest
 
 PEERS = Path(os.environ.get("PEERS", Path(__file__).parent.parent / "build/peers"))
 VLLM_PYTHON = str(PEERS / "vllm/bin/python")
-MODEL = str(PEERS / "demo")
+MODEL = os.environ.get("VLLM_MODEL", str(PEERS / "demo"))
+VOCABULARY = int(os.environ.get("VLLM_VOCABULARY", "40000"))
+"""Of another model: token ids are drawn from the third on."""
 START_TIMEOUT_S = 240
 COMMON = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--served-model-name", "demo"]
 
@@ -47,8 +49,12 @@ class TokenShape(RequestShape):
 def prompts(count: int, prefix: int, tail: int, num_prefixes: int, seed: int) -> list[list[int]]:
     """Each begins with one of the prefixes, drawn at random."""
     random = Random(seed)
-    heads = [[random.randrange(100, 40_000) for _ in range(prefix)] for _ in range(num_prefixes)]
-    return [[*random.choice(heads), *(random.randrange(100, 40_000) for _ in range(tail))] for _ in range(count)]
+    heads = [drawn(random, prefix) for _ in range(num_prefixes)]
+    return [[*random.choice(heads), *drawn(random, tail)] for _ in range(count)]
+
+
+def drawn(random: Random, count: int) -> list[int]:
+    return [random.randrange(3, VOCABULARY) for _ in range(count)]
 
 
 def requests_of(ids: Sequence[Sequence[int]], output_tokens: int) -> list[LoadRequest]:

@@ -5,7 +5,8 @@
 Against vLLM's own server asked directly, in the same run: rounds of equal requests alternate between both, so that a
 host that is busy with other things is busy for both. `attached`: the very server that is also asked directly, with
 Headwater before it. `in-worker`: a second vLLM inside Headwater's worker. vLLM computes on one core (--core). CPU is
-that of all processes but vLLM's engine core and worker, which do the same work on both sides.
+that of all processes but vLLM's engine core and worker, which do the same work on both sides. VLLM_MODEL and
+VLLM_VOCABULARY name another model: a tiny one shows the cost where steps are as short as on a GPU.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from statistics import median
 from time import perf_counter
 
 import uvloop
-from vllm_cluster import COMMON, MODEL, TokenShape, api_cpu_s, headwater, requests_of, vllm_server
+from vllm_cluster import COMMON, MODEL, TokenShape, api_cpu_s, drawn, headwater, requests_of, vllm_server
 
 from headwater.bench.arrivals import ClosedLoop
 from headwater.bench.http_client import Target
@@ -45,7 +46,7 @@ class Side:
 
 async def put_load(url: str, seed: int, count: int, concurrency: int) -> list[RequestRecord]:
     random = Random(seed)
-    ids = [[random.randrange(100, 40_000) for _ in range(INPUT)] for _ in range(count)]
+    ids = [drawn(random, INPUT) for _ in range(count)]
     load = LoadRun(Target.parse(url), TokenShape("demo", "completions"), timeout_s=300)
     try:
         return await load.run(requests_of(ids, OUTPUT), ClosedLoop(concurrency))
