@@ -43,8 +43,8 @@ class Site:
             "cap_bytes": 1 << 20,
             "min_object_bytes": run_bytes,
             "target_object_bytes": run_bytes,
-            "request_timeout_s": 1.5,
-            "stall_timeout_s": 0.5,
+            "request_timeout_s": 5.0,
+            "stall_timeout_s": 3.0,
             "retries": 2,
         }
         return replace(parse_object_url(url, owner=owner), **settings | changes)
@@ -160,28 +160,28 @@ async def test_a_wrong_bucket_is_named(site: Site) -> None:
 
 @on_loop
 async def test_a_slow_connection_is_given_up_in_time(site: Site) -> None:
-    async with site.tier(retries=0) as tier:
+    async with site.tier(retries=0, request_timeout_s=1.5) as tier:
         run = Run("a", RUN_BLOCKS)
         await run.put(tier)
         site.proxy.faults = Faults(bytes_per_s=4000)
         started = time.monotonic()
         await fails(run.get(tier))
-        assert time.monotonic() - started < 6
+        assert time.monotonic() - started < 10
         site.proxy.faults = Faults()
         await eventually_got(tier, run)
 
 
 @on_loop
 async def test_a_server_that_never_answers_is_given_up_in_time(site: Site) -> None:
-    async with site.tier(lookup_timeout_s=0.3) as tier:
+    async with site.tier(lookup_timeout_s=0.3, stall_timeout_s=0.7) as tier:
         run = Run("a", RUN_BLOCKS)
         await run.put(tier)
         site.proxy.faults = Faults(hang=True)
         started = time.monotonic()
         assert await tier.contains(FAMILY, Run("b", RUN_BLOCKS).ids) == bytes(RUN_BLOCKS)
-        assert time.monotonic() - started < 1, "a look-up waits no longer than it may"
+        assert time.monotonic() - started < 3, "a look-up waits no longer than it may"
         await fails(run.get(tier))
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 20
 
 
 @on_loop

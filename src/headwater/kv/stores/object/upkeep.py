@@ -44,7 +44,9 @@ class Upkeep:
         self._clock = clock
         self._chance = chance
         self._version: dict[str, str] | None = None
-        self._loaded = asyncio.Event()
+        self._loaded = False
+        self._tried = asyncio.Event()
+        """Set once the ledger was asked for, with or without success."""
         self._last_saved = clock.now()
         self._next_sweep = clock.now() + self._sweep_every_s() * chance()
         self._told = False
@@ -64,15 +66,11 @@ class Upkeep:
 
     async def loaded(self) -> None:
         """Wait until it is known what this node owns; raises `TierUnavailable`."""
-        if self._loaded.is_set():
-            return
-        if not self._bucket.breaker.closed:
-            raise self._bucket.unavailable()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._catalogue.options.request_timeout_s):
-                await self._loaded.wait()
-        except TimeoutError:
-            raise self._bucket.unavailable() from None
+                await self._tried.wait()
+        if not self._loaded:
+            raise self._bucket.unavailable()
 
     # The ledger
 
@@ -90,7 +88,7 @@ class Upkeep:
                 _log.error(
                     "the ledger %s at %s is damaged, a new one is begun: %s", self._ledger_key, self._bucket.url, error
                 )
-        self._loaded.set()
+        self._loaded = True
 
     async def save(self) -> None:
         num_changes = self._catalogue.ledger.num_changes
@@ -193,8 +191,11 @@ class Upkeep:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _look(self) -> None:
-        if not self._loaded.is_set():
-            await self.load()
+        if not self._loaded:
+            try:
+                await self.load()
+            finally:
+                self._tried.set()
         await self.expire()
         changes, now = self._catalogue.ledger.num_changes, self._clock.now()
         if changes >= SAVE_AFTER_CHANGES or (changes and now - self._last_saved >= SAVE_EVERY_S):
