@@ -75,12 +75,12 @@ class KeptAnswer:
         if self._gone:
             return
         self._whole = (status, headers, body)
-        self.size += len(body)
+        self._grow(len(body))
         self._callbacks.clear()
         if self._current is not None:
             self._current.send(status, headers, body)
             self._let_go()
-        self._owner.grew()
+        self._owner.make_room()
 
     def start(self, status: int, headers: Headers) -> None:
         self._headers = (status, headers)
@@ -93,7 +93,7 @@ class KeptAnswer:
         numbered = b"".join([self._number(event) for event in data.split(b"\n\n")[:-1]])
         if self._current is not None:
             self._current.write(numbered)
-        self._owner.grew()
+        self._owner.make_room()
 
     def finish(self) -> None:
         self._finished = True
@@ -150,7 +150,7 @@ class KeptAnswer:
         if self._expiry is not None:
             self._expiry.cancel()
         self._events.clear()
-        self.size = 0
+        self._grow(-self.size)
         self._owner.forget(self._key)
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
@@ -172,10 +172,14 @@ class KeptAnswer:
         self._num_events += 1
         numbered = b"id: %d\n%b\n\n" % (self._num_events, event)
         self._events.append((self._num_events, numbered))
-        self.size += len(numbered)
+        self._grow(len(numbered))
         while self.size > self._owner.limits.answer_bytes and len(self._events) > 1:
-            self.size -= len(self._events.popleft()[1])
+            self._grow(-len(self._events.popleft()[1]))
         return numbered
+
+    def _grow(self, num_bytes: int) -> None:
+        self.size += num_bytes
+        self._owner.total_bytes += num_bytes
 
 
 class Resumption:
@@ -185,6 +189,7 @@ class Resumption:
         self.limits = limits
         self._metrics = metrics
         self._kept: dict[Key, KeptAnswer] = {}
+        self.total_bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -216,7 +221,7 @@ class Resumption:
     def forget(self, key: Key) -> None:
         self._kept.pop(key, None)
 
-    def grew(self) -> None:
+    def make_room(self) -> None:
         """Keep within the bounds: those that are complete go first, the oldest of them."""
         while self._over():
             idle = next((answer for answer in self._kept.values() if answer.idle), None)
@@ -229,12 +234,10 @@ class Resumption:
             answer.expire()
 
     def _over(self) -> bool:
-        limits = self.limits
-        return len(self._kept) > limits.max_answers or sum(a.size for a in self._kept.values()) > limits.total_bytes
+        return len(self._kept) > self.limits.max_answers or self.total_bytes > self.limits.total_bytes
 
     def _keep(self, key: Key, responder: Responder) -> Responder:
-        if len(self._kept) >= self.limits.max_answers:
-            self.grew()
+        self.make_room()
         if len(self._kept) >= self.limits.max_answers:
             return responder
         kept = self._kept[key] = KeptAnswer(self, key)
