@@ -74,6 +74,9 @@ async def ask(server: Server, tenant: Tenant, rng: random.Random) -> None:
             tenant.refused += 1
         else:
             await asyncio.wait_for(reader.readuntil(b"data: "), 120)
+            if (await asyncio.wait_for(reader.readexactly(8), 120)).startswith(b'{"error"'):
+                tenant.refused += 1
+                return
             now = time.perf_counter()
             tenant.ttft_ms.append(1e3 * (now - began))
             tenant.served_tokens += len(ids) if now - tenant.since > _WARM_S else 0

@@ -50,7 +50,7 @@ class Forecast:
 
     def __init__(self, tenant_weights: Mapping[str, float] | None = None) -> None:
         self._models: dict[str, _Model] = {}
-        self._weights = tenant_weights or {}
+        self._weights = {} if tenant_weights is None else tenant_weights
 
     def wait_s(self, model: str, tenant: str, now: float) -> float:
         """Of one more sequence; 0 while nothing is known."""
@@ -71,6 +71,12 @@ class Forecast:
                 f"the first token would take about {wait_s:.1f} s, longer than the {max(0.0, allowed_s):.1f} s allowed",
                 retry_after_s=min(_LONGEST_RETRY_S, max(1.0, wait_s - _MARGIN * allowed_s)),
             )
+
+    def admit_any(self, tenant: str, allowed_s: float, now: float) -> None:
+        """The same for who has not said for which model: raises `Overloaded` if it would be too long for any."""
+        soonest = min(self._models, key=lambda model: self.wait_s(model, tenant, now), default=None)
+        if soonest is not None:
+            self.admit(soonest, tenant, allowed_s, now)
 
     def came(self, model: str, tenant: str, count: int, now: float) -> None:
         found = self._model(model, now)
