@@ -83,15 +83,24 @@ def corrected(
     if filling_ms < _LIVES * sum([outcomes.e2e_ms[n] for n in numbers]) / len(numbers):
         return correction
     first = _ratio(_low([seen[n].ttft_ms for n in numbers]), _low([outcomes.ttft_ms[n] for n in numbers]))
-    later = _ratio(sum([seen[n].tpot_ms for n in numbers]), sum([outcomes.tpot_ms[n] for n in numbers]))
+    decoded, clean = _decoded(outcomes, numbers, len(jobs))
+    later = _ratio(sum([seen[n].tpot_ms for n in decoded]), sum([outcomes.tpot_ms[n] for n in decoded]))
     queued = sum([outcomes.queued_ms[n] for n in numbers]) > _QUEUED * sum([outcomes.ttft_ms[n] for n in numbers])
-    decoding_ms = sum([outcomes.e2e_ms[n] - outcomes.ttft_ms[n] for n in numbers])
-    mixed = outcomes.stalled_ms * len(numbers) / len(jobs) > _STALLED * decoding_ms
     return Correction(
         correction.prefill if queued else _moved(correction.prefill, first, _PREFILL_PART, _PREFILL_DEAD_ZONE),
-        correction.decode if mixed else _moved(correction.decode, later, _DECODE_PART, _DECODE_DEAD_ZONE),
-        0.0 if mixed else abs(later - 1),
+        _moved(correction.decode, later, _DECODE_PART, _DECODE_DEAD_ZONE) if clean else correction.decode,
+        abs(later - 1) if clean else 0.0,
     )
+
+
+def _decoded(outcomes: Outcomes, numbers: Sequence[int], num_jobs: int) -> tuple[Sequence[int], bool]:
+    """Whose times per token say how long decode steps take, and whether they do: those that decoded where nobody
+    prefills; without enough of these all, if prefills beside them cost little."""
+    remote = [number for number in numbers if outcomes.remote[number]]
+    if len(remote) >= _FEWEST:
+        return remote, True
+    decoding_ms = sum([outcomes.e2e_ms[n] - outcomes.ttft_ms[n] for n in numbers])
+    return numbers, outcomes.stalled_ms * len(numbers) / num_jobs <= _STALLED * decoding_ms
 
 
 def _replay(
