@@ -349,6 +349,7 @@ async def run(names: list[str], repeats: int) -> None:
             for worker in list(here.workers):
                 await here.stop(worker)
             show(row, rows[0])
+        print(f"| (undisturbed, median: {statistics.median(rows[0].took_s):.3f} s)")
         row = Row("a block corrupted on its way")
         prefill = await here.start("prefill")
         decode, shell, task = await inside(here)
