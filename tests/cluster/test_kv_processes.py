@@ -42,6 +42,17 @@ def ask(path: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+def until_written_down(agent: StoreAgent) -> None:
+    """Until the disk tier has what the host tier has."""
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        host, disk = agent._call(agent.client.status()).result(5).tiers
+        if disk.num_blocks == host.num_blocks:
+            return
+        time.sleep(0.02)
+    raise AssertionError("not within 10 s")
+
+
 def worker(path: Path, number: int, seconds: float) -> "subprocess.Popen[bytes]":
     command = [sys.executable, str(CHILD), str(path), str(SIZE), str(number), str(seconds)]
     return subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -77,9 +88,7 @@ def test_the_operators_verbs(tmp_path: Path) -> None:
         run = Piece(family_of(SIZE, "acme"), b"".join(ids), 0, ROOT)
         with StoreAgent(path, "test") as agent:
             assert agent.offer(run, [memoryview(payload_of(one, SIZE)) for one in ids]).result(10) == 10
-            deadline = time.monotonic() + 10.0
-            while len(json.loads(ask(path, "ls", "--json")[1])) < 2 and time.monotonic() < deadline:
-                time.sleep(0.05)
+            until_written_down(agent)
         rows = {row["tier"]: row for row in json.loads(ask(path, "ls", "--json")[1])}
         assert {tier: (row["tenant"], row["num_blocks"]) for tier, row in rows.items()} == {
             "host": ("acme", 10),
@@ -105,9 +114,7 @@ def test_a_restart_is_warm_from_disk(tmp_path: Path) -> None:
     run = Piece(family_of(SIZE), b"".join(ids), 0, ROOT)
     with store(tmp_path, *flags) as path, StoreAgent(path, "test") as agent:
         assert agent.offer(run, [memoryview(payload_of(one, SIZE)) for one in ids]).result(10) == 20
-        deadline = time.monotonic() + 10.0
-        while len(json.loads(ask(path, "ls", "--json")[1])) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until_written_down(agent)
     with store(tmp_path, *flags) as path, StoreAgent(path, "test") as agent:
         assert [(found.tier, found.num_blocks) for found in agent.match(run, timeout_s=5.0)] == [("disk", 20)]
         assert ask(path, "warm") == (0, "20 blocks brought from disk to the host tier\n")
@@ -131,3 +138,18 @@ def test_bad_settings_are_refused_by_name(tmp_path: Path, flag: str) -> None:
     code, text = ask(tmp_path / "kv.sock", "serve", flag)
     assert code == 2
     assert "error" in text
+
+
+def test_a_table_that_is_too_small_is_said_so(tmp_path: Path) -> None:
+    path = tmp_path / "kv.sock"
+    command = [sys.executable, "-m", "headwater", "kv", "serve", "--socket", str(path), "--host", "16MiB"]
+    with subprocess.Popen([*command, "--min-block", "256KiB"], stderr=subprocess.PIPE, text=True) as process:
+        with StoreAgent(path, "test", patience_s=20.0) as agent:
+            family = family_of(4096)
+            for number in range(4):
+                ids = chain(f"run {number}", 40)
+                agent.offer(Piece(family, b"".join(ids), 0, ROOT), buffers(40, 4096)).result(10)
+            assert process.stderr is not None
+            lines = iter(process.stderr.readline, "")
+            assert any("set --min-block" in line for line in lines)
+        process.terminate()

@@ -97,9 +97,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     advanced(parser.add_argument("--ttl", type=seconds, metavar="TIME", help="blocks older than this are not served"))
     advanced(parser.add_argument("--direct", action="store_true", help="go around the page cache (O_DIRECT)"))
-    advanced(
-        parser.add_argument("--min-block", type=_size, default=16 << 10, metavar="SIZE", help="sizes the block tables")
-    )
+    advanced(parser.add_argument("--min-block", type=_size, default=0, metavar="SIZE", help="sizes the block tables"))
     advanced(parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error")))
 
 

@@ -89,6 +89,8 @@ class Ledger:
     ) -> None:
         self.table, self.space, self.rules = table, space, rules
         self.counters = Counters()
+        self.table_was_full = False
+        """Whether a block had to go although there may have been bytes for another."""
         self.families = Families()
         self._policy, self._shares = policy, shares
         self._journal = Journal(tier)
@@ -385,6 +387,7 @@ class Ledger:
         group = self._shares.group_of(family.tenant)
         slot = self.table.take()
         if slot < 0:
+            self.table_was_full = True
             victim = self._room.victim(group, keep)
             if victim is None or not self._evict([victim]):
                 return None

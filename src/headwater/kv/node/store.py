@@ -103,6 +103,7 @@ class NodeStore:
         self.lower = [_Lower(tier, admissions.get(tier.tier)) for tier in lower]
         self._clock = clock
         self._commit = asyncio.Event()
+        self._warned: set[Tier] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._going_on: set[asyncio.Task[None]] = set()
         """Loads, whoever still waits for them."""
@@ -322,7 +323,17 @@ class NodeStore:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self.host.tick()
-            for one in self.lower:
-                if isinstance(disk := bare(one.tier), DiskTier):
-                    disk.tick()
+            for tier in map(bare, self.tiers):
+                if isinstance(tier, HostTier | DiskTier):
+                    tier.tick()
+                    self._warn_of_table(tier)
+
+    def _warn_of_table(self, tier: HostTier | DiskTier) -> None:
+        ledger = tier.ledger
+        roomy = ledger.space.used_bytes < ledger.rules.low_watermark * ledger.space.num_bytes
+        if ledger.table_was_full and roomy and tier.tier not in self._warned:
+            self._warned.add(tier.tier)
+            logger.warning(
+                "the table of the %s tier is full with %d blocks in %d of %d bytes: set --min-block to their size",
+                tier.tier, ledger.table.num_blocks, ledger.space.used_bytes, ledger.space.num_bytes,
+            )  # fmt: skip

@@ -25,6 +25,9 @@ from headwater.types import Tier
 LOCAL = 0
 """The holder that stands for this process itself."""
 _MIN_RECORDS = 64
+_MAX_RECORDS = 4 << 20
+"""Unless told otherwise: a table that is not full costs memory too."""
+_MIN_BLOCK_BYTES = 16 << 10
 
 KEPT = {Refusal.PRESENT: Kept.PRESENT, Refusal.BUSY: Kept.PRESENT, Refusal.FULL: Kept.REFUSED}
 
@@ -45,13 +48,15 @@ class TierOptions:
     cap_bytes: int
     policy: PolicyName = "lru"
     shares: Mapping[str, float] = field(default_factory=dict[str, float])
-    min_block_bytes: int = 16 << 10
-    """Sizes the table: so many bytes per block at least, or fewer blocks fit than bytes would allow."""
+    min_block_bytes: int = 0
+    """Sizes the table: so many bytes per block at least, or fewer blocks fit than bytes would allow. 0: 16 KiB, more in
+    tiers of more than 64 GiB, so that there are at most 4 million."""
     rules: Rules = field(default_factory=Rules)
 
     @property
     def num_records(self) -> int:
-        return max(_MIN_RECORDS, self.cap_bytes // self.min_block_bytes)
+        smallest = self.min_block_bytes or max(_MIN_BLOCK_BYTES, -(-self.cap_bytes // _MAX_RECORDS))
+        return max(_MIN_RECORDS, self.cap_bytes // smallest)
 
 
 def make_ledger(
