@@ -202,6 +202,20 @@ async def test_a_peer_cannot_have_good_blocks_dropped() -> None:
 
 
 @on_loop
+async def test_a_peer_that_breaks_the_protocol_is_hung_up_on(caplog: pytest.LogCaptureFixture) -> None:
+    from headwater.kv.stores.peer_wire import Ask, Have
+
+    run = Run("a", 4)
+    async with node("owner") as owner, peer_tier(owner.port) as tier:
+        await run.put(owner.host)
+        session = tier.sessions[0]
+        with pytest.raises(TierUnavailable):
+            await session.ask(Ask(session.next_serial(), b"no ids"), Have, 2.0)
+        assert "no block ids" in caplog.text
+        assert await tier.contains(FAMILY, run.ids) == b"\1" * 4, "the next connection is served"
+
+
+@on_loop
 async def test_leases_end_with_the_connection() -> None:
     run = Run("a", 4)
     async with node("owner") as owner:

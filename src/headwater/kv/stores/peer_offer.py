@@ -33,6 +33,7 @@ from headwater.kv.stores.peer_wire import (
 from headwater.kv.table import Record
 from headwater.transfer.agent import Agent
 from headwater.transfer.regions import Region
+from headwater.types import BLOCK_ID_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +112,8 @@ class PeerOffer:
                 await writer.drain()
 
     def _answer(self, message: Message, holder: int, leases: dict[int, Lease]) -> Reply:
+        if isinstance(message, Ask | Borrow) and len(message.ids) % BLOCK_ID_BYTES:
+            raise ProtocolError(f"{len(message.ids)} bytes are no block ids: {BLOCK_ID_BYTES} bytes each")
         match message:
             case Ask(serial=serial, ids=ids):
                 return Have(serial, self._host.known(ids))
