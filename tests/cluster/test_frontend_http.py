@@ -231,7 +231,7 @@ def test_unknown_paths_and_methods_are_told_apart(demo_model: ResolvedModel) -> 
             assert (reply.status, reply.headers["allow"]) == (405, "POST")
             reply = await it.ask("DELETE", "/v1/models/bench")
             assert (reply.status, reply.headers["allow"]) == (405, "GET")
-            assert (await it.ask("GET", "/version")).json()["protocol"] == "1.0"
+            assert (await it.ask("GET", "/version")).json()["protocol"] == "1.1"
 
     uvloop.run(main())
 

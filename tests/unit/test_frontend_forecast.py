@@ -45,6 +45,15 @@ def test_who_would_wait_too_long_is_told_when_to_come_back() -> None:
     assert busy(10.0, 60).wait_s("other", "a", 10.0) == 0.0, "another model's line is another matter"
 
 
+def test_before_the_model_is_known_only_what_would_be_too_long_for_any_is_refused() -> None:
+    forecast = busy(10.0, 60)
+    with pytest.raises(Overloaded):
+        forecast.admit_any("a", 2.0, 10.0)
+    forecast.came("idle", "a", 1, 10.0)
+    forecast.admit_any("a", 2.0, 10.0)
+    Forecast().admit_any("a", 0.0, 10.0)
+
+
 def test_a_tenant_does_not_wait_for_another_ones_flood() -> None:
     forecast = busy(10.0, 1000, weights={"small": 2.0})
     assert forecast.wait_s("m", "a", 10.0) > 90

@@ -45,6 +45,8 @@ class Application:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.draining = False
+        self.check_early: Callable[[str], None] = _let_pass
+        """Told the tenant before anything is done for a request. Raises `Overloaded`."""
         self._routes = RouteTable(routes)
         self._tenancy = tenancy
         self._usage_of = usage_of
@@ -122,9 +124,14 @@ class Application:
                 f"{self._num_generating} requests are in progress, the limit is {self._limit}",
                 retry_after_s=_RETRY_AFTER_S,
             )
+        self.check_early(record.tenant)
         record.visit = self._tenancy.meter.enter(record.tenant)
         record.generates = True
         self._num_generating += 1
+
+
+def _let_pass(_tenant: str) -> None:
+    """Until somebody knows better."""
 
 
 def _write_line(

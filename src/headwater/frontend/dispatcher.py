@@ -143,6 +143,11 @@ class ClusterDispatcher:
             raise
         return numbers
 
+    def check_early(self, tenant: str) -> None:
+        """Before a request has been read: raises `Overloaded` if, whatever it asks for, it would come to nothing."""
+        if self._first_token_s:
+            self._forecast.admit_any(tenant, self._first_token_s, self._clock.now())
+
     def _enter(self, submission: Submission, now: float) -> Placed | None:
         """Where it goes at once; None while it waits. Raises why it may do neither."""
         self._journal.begin(submission.record)

@@ -128,6 +128,7 @@ class Frontend:
             lambda record: usage_of(record, self.view),
             max_concurrent_requests=limit,
         )
+        self.application.check_early = self.dispatcher.check_early
         self.server = HttpServer(
             self.application,
             http_limits(config.frontend),
