@@ -3,6 +3,7 @@
 import json
 import random
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.kv.block import ROOT
+from headwater.kv.block import ROOT, Family
 from headwater.kv.node.agent import StoreAgent
 from headwater.kv.node.store import Piece
 from kv_fixtures import buffers, chain, family_of, payload_of
@@ -122,6 +123,26 @@ def test_a_restart_is_warm_from_disk(tmp_path: Path) -> None:
         into = buffers(20, SIZE)
         assert agent.load(run, into, timeout_s=5.0).result(10) == 20
         assert into == [payload_of(one, SIZE) for one in ids]
+
+
+def test_lower_tiers_may_keep_less_than_all_of_it(tmp_path: Path) -> None:
+    flags = ("--host", "16MiB", "--disk", f"{tmp_path}/tier:32MiB", "--admission", "all", "--cold-format", "int8")
+    ids = chain("a", 4)
+    run = Piece(Family("m", "f32.test", "", 65536), b"".join(ids), 0, ROOT)
+    payload = struct.pack("<16384f", *(number / 100 - 80 for number in range(16384)))
+    with store(tmp_path, *flags) as path, StoreAgent(path, "test") as agent:
+        assert agent.offer(run, [memoryview(payload)] * 4).result(10) == 4
+        until_written_down(agent)
+        assert {row["tier"]: row["payload_bytes"] for row in json.loads(ask(path, "ls", "--json")[1])} == {
+            "host": 65536,
+            "disk": 16384 + 16384 // 64 * 4,
+        }
+    with store(tmp_path, *flags) as path, StoreAgent(path, "test") as agent:
+        into = buffers(4, 65536)
+        assert agent.load(run, into, timeout_s=5.0).result(10) == 4
+        pairs = zip(struct.unpack("<16384f", payload), struct.unpack("<16384f", into[3]), strict=True)
+        assert 0 < max(abs(exact - kept) for exact, kept in pairs) <= 84 / 254
+        assert ask(path, "verify")[0] == 0
 
 
 def test_an_agent_without_a_store_finds_nothing_and_fails_nobody(tmp_path: Path) -> None:

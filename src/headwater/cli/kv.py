@@ -137,7 +137,10 @@ def _serve(args: argparse.Namespace) -> int:
     disk = DiskOptions(args.disk[0], tier(args.disk[1]), args.direct) if args.disk else None
     key = read_key(args.peer_key) if args.peer_key else b""
     peering = PeeringOptions(args.listen, tuple(args.peer), key)
-    options = NodeOptions(tier(args.host), disk, peering, args.object, owner=args.owner, admission=args.admission)
+    options = NodeOptions(
+        tier(args.host), disk, peering, args.object,
+        owner=args.owner, admission=args.admission, cold_format=args.cold_format,
+    )  # fmt: skip
     asyncio.run(serve_store(options, args.socket, lambda: print(f"KV store at {args.socket}", flush=True)))
     return 0
 
@@ -163,19 +166,25 @@ async def _stat(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_document(report), indent=2))
         return 0
-    table = Table("tier", "used", "of", "blocks", "hits", "misses", "evicted", "refused", "damaged", "ms/MiB", "")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("tier", "used", "of", "blocks", "hits", "misses", "evicted", "refused", "damaged", "ms/MiB"):
+        table.add_column(name, justify="left" if name == "tier" else "right", no_wrap=True)
     for tier in report.tiers:
         table.add_row(
             tier.tier, about_bytes(tier.used_bytes), about_bytes(tier.cap_bytes), str(tier.num_blocks),
             str(tier.num_hits), str(tier.num_misses), str(tier.num_evicted), str(tier.num_refused),
-            str(tier.num_damaged), f"{tier.load_ms_per_mib:.2f}", tier.problem,
+            str(tier.num_damaged), f"{tier.load_ms_per_mib:.2f}",
         )  # fmt: skip
     console = Console()
     console.print(table)
+    for tier in report.tiers:
+        if tier.problem:
+            console.print(f"{tier.tier}: {tier.problem}", style="red", markup=False)
+    console.print(f"clients: {', '.join(report.clients)}", markup=False)
     console.print(
-        f"clients: {', '.join(report.clients)}; pinned {about_bytes(report.pinned_bytes)}; "
-        f"{about_bytes(report.huge_bytes)} on huge pages; {report.num_waiting} in line; "
-        f"{report.num_spills_dropped} blocks not written down; {report.num_stranded} places of late writers"
+        f"{about_bytes(report.pinned_bytes)} pinned, {about_bytes(report.huge_bytes)} on huge pages, "
+        f"{report.num_waiting} in line, {report.num_spills_dropped} blocks not written down, "
+        f"{report.num_stranded} places of late writers"
     )
     return 0
 
@@ -189,7 +198,7 @@ async def _ls(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
-    table = Table(*(rows[0] if rows else ("nothing is stored",)))
+    table = Table(*(rows[0] if rows else ("nothing is stored",)), box=None, pad_edge=False)
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console().print(table)
