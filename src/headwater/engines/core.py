@@ -81,6 +81,11 @@ class EngineCore:
         return self._scheduler.num_open > 0
 
     @property
+    def only_loads(self) -> bool:
+        """Whether there is nothing to compute before blocks come from outside."""
+        return self._scheduler.num_loading == self._scheduler.num_open
+
+    @property
     def has_news(self) -> bool:
         """Whether the KV port has something to be told that should not wait for the end of the step."""
         return self._scheduler.exchange.has_news

@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
 _RETRY_S = 0.02
 """Pause when sequences are open and yet nothing could be planned."""
+_LOADING_S = 0.1
+"""The same when all of them wait for blocks from outside, whose arrival ends the pause."""
 _MAX_COMMANDS = 10_000
 _MAX_UNDELIVERED = 64
 _MAX_CATCH_UP_S = 0.1
@@ -122,7 +124,7 @@ class ThreadedLoop:
                 core.execute_step()
             if outcome := core.finish_step():
                 self._deliver(outcome)
-            wait_s = 0.0 if ran else _RETRY_S if core.has_work else _HEARTBEAT_S
+            wait_s = 0.0 if ran else _pause_s(core)
 
     def _take_commands(self, core: EngineCore, wait_s: float) -> bool:
         """Apply all commands there are, after waiting for a first one at most `wait_s`. False: it is time to end."""
@@ -239,7 +241,7 @@ class InlineLoop:
         if not planned:
             self._due = 0.0
             self._loop.call_soon(self._deliver, core.finish_step())
-            self._schedule(_RETRY_S if core.has_work else _HEARTBEAT_S, self._begin)
+            self._schedule(_pause_s(core), self._begin)
             self._resting = True
             return
         duration_ms = core.execute_step()
@@ -284,6 +286,13 @@ class InlineLoop:
         core, self._core = self._core, None
         if core is not None:
             _close_core(core)
+
+
+def _pause_s(core: EngineCore) -> float:
+    """After a step that found nothing to run."""
+    if not core.has_work:
+        return _HEARTBEAT_S
+    return _LOADING_S if core.only_loads else _RETRY_S
 
 
 def told_early(core: EngineCore, refused: Sequence[SequenceOutput]) -> StepOutcome:

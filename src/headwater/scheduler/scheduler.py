@@ -69,6 +69,10 @@ class Scheduler:
         return len(self._roster.by_stream)
 
     @property
+    def num_loading(self) -> int:
+        return len(self._roster.loading)
+
+    @property
     def num_free_blocks(self) -> int:
         return self._roster.pool.num_free
 
