@@ -61,7 +61,10 @@ def tenants(folder: Path, *weights: float) -> tuple[Path, list[Tenant]]:
 
 
 async def ask(server: Server, tenant: Tenant, rng: random.Random) -> None:
-    ids = [rng.randrange(100, 40_000) for _ in range(rng.randrange(*PROMPT_TOKENS))]
+    await ask_ids(server, tenant, [rng.randrange(100, 40_000) for _ in range(rng.randrange(*PROMPT_TOKENS))])
+
+
+async def ask_ids(server: Server, tenant: Tenant, ids: list[int]) -> None:
     fields = {"model": MODEL, "prompt": ids, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "stream": True}
     body = json.dumps(fields).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {tenant.key}\r\nconnection: close\r\n"
