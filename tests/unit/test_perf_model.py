@@ -276,3 +276,15 @@ def test_of_two_workers_neither_is_the_odd_one() -> None:
         model.observe_step("gpu", f"w{number % 2}", timing(shape, truth_ms(shape) * (1 + number % 2)))
     assert not model.peers("gpu").is_odd("w0")
     assert not model.peers("gpu").is_odd("w1")
+
+
+def test_an_engine_whose_prefill_is_far_slower_than_usual_is_known_after_a_few_steps() -> None:
+    """Of a CPU: 2 ms a prompt token, 12 ms a decode step; nine of ten steps decode."""
+    model = StepModel()
+    for number in range(40):
+        prefill = 60 + number if number % 10 == 0 else 0
+        shape = StepShape(prefill, prefill * prefill / 2, 1, 100)
+        model.observe(shape, 12.0 + 2.0 * prefill)
+    assert model.step_ms(StepShape(0, 0, 1, 100)) == pytest.approx(12.0, rel=0.1)
+    assert model.step_ms(StepShape(80, 3200, 1, 100)) == pytest.approx(172.0, rel=0.2)
+    assert model.prefill_ms(3000, chunk_tokens=512) > 1000.0

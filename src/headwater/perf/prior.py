@@ -50,10 +50,24 @@ USUAL = LinearSteps((0.0, 10.0, 0.02, 1e-6, 6.0, 0.05, 5e-5))
 def believe(fit: NonNegativeFit, first: Sequence[tuple[StepShape, float]], expected: StepPredictor) -> None:
     """Give a new fit the prior that its first samples leave, and those of them that are of the same level. Without
     samples, the level is the expected one."""
-    ratios = [duration_ms / usual for shape, duration_ms in first if (usual := expected.step_ms(shape))]
-    level = median(ratios) if ratios else 1.0
+    levels = _levels(first, expected)
     for shape in _SHAPES:
-        fit.observe_prior(shape.features(), level * expected.step_ms(shape), _WEIGHT / len(_SHAPES))
+        fit.observe_prior(shape.features(), _leveled_ms(shape, levels, expected), _WEIGHT / len(_SHAPES))
     for shape, duration_ms in first:
-        if 1 / _FAR < duration_ms / (level * expected.step_ms(shape) or duration_ms) < _FAR:
+        if 1 / _FAR < duration_ms / (_leveled_ms(shape, levels, expected) or duration_ms) < _FAR:
             fit.observe(shape.features(), duration_ms)
+
+
+def _levels(first: Sequence[tuple[StepShape, float]], expected: StepPredictor) -> dict[bool, float]:
+    """Median of measured over expected, of steps with prefill and of those without: engines differ in that most."""
+    ratios: dict[bool, list[float]] = {}
+    for shape, duration_ms in first:
+        expected_ms = expected.step_ms(shape)
+        if expected_ms > 0:
+            ratios.setdefault(shape.prefill_tokens > 0, []).append(duration_ms / expected_ms)
+    return {prefills: median(found) for prefills, found in ratios.items()}
+
+
+def _leveled_ms(shape: StepShape, levels: dict[bool, float], expected: StepPredictor) -> float:
+    prefills = shape.prefill_tokens > 0
+    return levels.get(prefills, levels.get(not prefills, 1.0)) * expected.step_ms(shape)
