@@ -10,9 +10,7 @@ Batches are not invariant: a moved sequence goes on with what vLLM makes of prom
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-import os
 import secrets
 import shutil
 import tempfile
@@ -31,23 +29,20 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
-from headwater.engines.card import served_names, text_artifacts
 from headwater.engines.external import ExternalEngine, OpenStream
 from headwater.engines.kv_feed.subscription import Feed, FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
 from headwater.engines.kv_feed.wire import ForeignBatch
-from headwater.engines.texts import ModelTexts, model_texts
 from headwater.engines.vllm.arguments import VllmArguments, bind_cores, events_config, memory_share, vllm_arguments
+from headwater.engines.vllm.describe import engine_info, resolved
 from headwater.engines.vllm.outputs import sequence_output
 from headwater.engines.vllm.sampling import vllm_sampling
 from headwater.engines.vllm.timing import PrefillProgress
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InternalError, InvalidRequest, ModelError
 from headwater.kv.identity import namespace
-from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.runtime.zeromq import ZmqContext
 from headwater.types import TOKEN_ID_BYTES
-from headwater.weights.resolve import resolve
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +75,7 @@ class VllmEngine(ExternalEngine):
     # ---- life
 
     async def open_engine(self, progress: ProgressSink) -> EngineInfo:
-        texts, model = await asyncio.to_thread(_resolved, self.config, progress)
+        texts, model = await asyncio.to_thread(resolved, self.config, progress)
         arguments = await asyncio.to_thread(self._arguments, model)
         pulse = asyncio.create_task(_pulse(progress))
         try:
@@ -91,7 +86,7 @@ class VllmEngine(ExternalEngine):
         self._tasks_supported = await llm.get_supported_tasks()
         self._adapters = {name: number for number, name in enumerate(arguments.adapters, 1)}
         self._adapter_paths = arguments.adapters
-        info = _info(self.config, texts, llm, list(self._adapters))
+        info = engine_info(self.config, texts, llm, list(self._adapters))
         card = info.card
         self._default_namespace = namespace(card.fingerprint, card.kv_layout)
         self._translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
@@ -322,28 +317,6 @@ async def _pulse(progress: ProgressSink) -> None:
         await asyncio.sleep(_PULSE_S)
 
 
-def _resolved(config: EngineConfig, progress: ProgressSink) -> tuple[ModelTexts, str]:
-    """The texts that frontends need, and what vLLM is to load."""
-    if config.tokenizer is not None and config.model is not None:
-        return model_texts(config, progress), config.model
-    if config.model is None:
-        raise ConfigError("--engine vllm needs a MODEL", hint="a folder with safetensors or a hub id")
-    model = resolve(config.model, revision=config.revision, chat_template=config.chat_template, progress=progress)
-    if model.kind != "safetensors":
-        raise ModelError(f"{model.origin} is a GGUF file, which is served by --engine native; vLLM wants safetensors")
-    texts = ModelTexts(
-        model.name,
-        model.tokenizer_json,
-        model.tokenizer_config,
-        model.chat_template,
-        model.bos_token_id,
-        model.eos_token_ids,
-        model.default_sampling,
-        model.fingerprint,
-    )
-    return texts, str(model.weight_files[0].parent)
-
-
 def _start(arguments: VllmArguments) -> AsyncLLM:
     """In a thread without an event loop: `AsyncLLM` then leaves the reading of outputs to us."""
     logging.logProcesses = logging.logMultiprocessing = True  # vLLM's lines name the process
@@ -353,50 +326,3 @@ def _start(arguments: VllmArguments) -> AsyncLLM:
         raise ConfigError(f"vLLM: {error}") from error
     except (RuntimeError, OSError) as error:
         raise ModelError(f"vLLM did not start: {error}", hint="its own log, above, says why") from error
-
-
-def _info(config: EngineConfig, texts: ModelTexts, llm: AsyncLLM, adapters: list[str]) -> EngineInfo:
-    vllm = llm.vllm_config
-    model, cache, scheduler = vllm.model_config, vllm.cache_config, vllm.scheduler_config
-    dtype = str(model.dtype).removeprefix("torch.")
-    artifacts, contents = text_artifacts(texts.tokenizer_json, texts.tokenizer_config, texts.chat_template)
-    names = served_names(config, texts.name)
-    block_size = int(cache.block_size)
-    card = ModelCard(
-        name=names[0],
-        served_names=[*names, *adapters],
-        fingerprint=hashlib.sha256(f"vllm {texts.fingerprint} {dtype} {block_size}".encode()).hexdigest(),
-        architecture=model.architecture,
-        dtype=dtype,
-        kv_layout=f"vllm.{dtype}.b{block_size}",
-        max_model_len=int(model.max_model_len),
-        block_size=block_size,
-        vocab_size=int(model.get_vocab_size()),
-        bos_token_id=texts.bos_token_id,
-        eos_token_ids=list(texts.eos_token_ids),
-        artifacts=artifacts,
-        adapters=adapters,
-        default_sampling={name: float(value) for name, value in model.get_diff_sampling_param().items()},
-    )
-    return EngineInfo(
-        engine="vllm",
-        card=card,
-        artifacts=contents,
-        kv_blocks=int(cache.num_gpu_blocks or 1) - 1,
-        max_num_seqs=int(scheduler.max_num_seqs),
-        max_num_batched_tokens=int(scheduler.max_num_batched_tokens),
-        hardware=_hardware(vllm),
-        batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
-    )
-
-
-def _hardware(vllm: Any) -> str:
-    """The class of devices, for pooling step times."""
-    parallel = vllm.parallel_config
-    try:
-        name = current_platform.get_device_name()
-    except NotImplementedError:
-        name = current_platform.device_name
-    if current_platform.is_cpu():
-        name = f"cpu-{os.environ.get('VLLM_CPU_OMP_THREADS_BIND', '').count(',') + 1}t"
-    return f"{name.replace(' ', '-')}x{parallel.world_size}"

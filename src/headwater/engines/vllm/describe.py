@@ -1,0 +1,85 @@
+"""What vLLM is to load, and what it turned out to be once it has."""
+
+import hashlib
+import os
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from headwater.config.schema import EngineConfig
+from headwater.engines.base import EngineInfo, ProgressSink
+from headwater.engines.card import served_names, text_artifacts
+from headwater.engines.texts import ModelTexts, model_texts
+from headwater.errors import ConfigError, ModelError
+from headwater.protocol.cluster import ModelCard
+from headwater.weights.resolve import resolve
+
+
+def resolved(config: EngineConfig, progress: ProgressSink) -> tuple[ModelTexts, str]:
+    """The texts that frontends need, and what vLLM is to load."""
+    if config.tokenizer is not None and config.model is not None:
+        return model_texts(config, progress), config.model
+    if config.model is None:
+        raise ConfigError("--engine vllm needs a MODEL", hint="a folder with safetensors or a hub id")
+    model = resolve(config.model, revision=config.revision, chat_template=config.chat_template, progress=progress)
+    if model.kind != "safetensors":
+        raise ModelError(f"{model.origin} is a GGUF file, which is served by --engine native; vLLM wants safetensors")
+    texts = ModelTexts(
+        model.name,
+        model.tokenizer_json,
+        model.tokenizer_config,
+        model.chat_template,
+        model.bos_token_id,
+        model.eos_token_ids,
+        model.default_sampling,
+        model.fingerprint,
+    )
+    return texts, str(model.weight_files[0].parent)
+
+
+def engine_info(config: EngineConfig, texts: ModelTexts, llm: AsyncLLM, adapters: list[str]) -> EngineInfo:
+    vllm = llm.vllm_config
+    model, cache, scheduler = vllm.model_config, vllm.cache_config, vllm.scheduler_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    artifacts, contents = text_artifacts(texts.tokenizer_json, texts.tokenizer_config, texts.chat_template)
+    names = served_names(config, texts.name)
+    block_size = int(cache.block_size)
+    card = ModelCard(
+        name=names[0],
+        served_names=[*names, *adapters],
+        fingerprint=hashlib.sha256(f"vllm {texts.fingerprint} {dtype} {block_size}".encode()).hexdigest(),
+        architecture=model.architecture,
+        dtype=dtype,
+        kv_layout=f"vllm.{dtype}.b{block_size}",
+        max_model_len=int(model.max_model_len),
+        block_size=block_size,
+        vocab_size=int(model.get_vocab_size()),
+        bos_token_id=texts.bos_token_id,
+        eos_token_ids=list(texts.eos_token_ids),
+        artifacts=artifacts,
+        adapters=adapters,
+        default_sampling={name: float(value) for name, value in model.get_diff_sampling_param().items()},
+    )
+    return EngineInfo(
+        engine="vllm",
+        card=card,
+        artifacts=contents,
+        kv_blocks=int(cache.num_gpu_blocks or 1) - 1,
+        max_num_seqs=int(scheduler.max_num_seqs),
+        max_num_batched_tokens=int(scheduler.max_num_batched_tokens),
+        hardware=_hardware(vllm),
+        batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
+    )
+
+
+def _hardware(vllm: Any) -> str:
+    """The class of devices, for pooling step times."""
+    parallel = vllm.parallel_config
+    try:
+        name = current_platform.get_device_name()
+    except NotImplementedError:
+        name = current_platform.device_name
+    if current_platform.is_cpu():
+        name = f"cpu-{os.environ.get('VLLM_CPU_OMP_THREADS_BIND', '').count(',') + 1}t"
+    return f"{name.replace(' ', '-')}x{parallel.world_size}"
