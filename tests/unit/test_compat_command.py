@@ -83,5 +83,6 @@ def test_flags_that_are_not_ours_go_to_the_engine() -> None:
 def test_other_engines_take_no_flags_of_others() -> None:
     assert take_engine_words(parser_of("serve"), ["M", "--enforce-eager"], {}) == (["M", "--enforce-eager"], [])
     assert take_engine_words(parser_of("serve"), ["M", "--x"], {"HEADWATER_ENGINE": "vllm"}) == (["M"], ["--x"])
+    assert take_engine_words(parser_of("serve"), [], {}) == ([], [])
     with pytest.raises(ConfigError, match="unknown flag --enforce-eager"):
         parse_arguments(parser_of("serve"), ["M", "--engine", "native", "--enforce-eager"])

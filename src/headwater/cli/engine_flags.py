@@ -8,6 +8,7 @@ list (`--served-model-name a b`, as vLLM has it) are taken one by one. MODEL com
 import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -78,7 +79,7 @@ def config_from(args: argparse.Namespace) -> LoadedConfig:
 
 def _engine(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     name = environ.get(f"{ENVIRONMENT_PREFIX}ENGINE", "")
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in pairwise([*arguments, ""]):
         if word == "--engine":
             name = following
         elif word.startswith("--engine="):

@@ -34,7 +34,11 @@ class Server:
             body = response.read(MAX_BODY_BYTES)
         if response.status != http.client.OK:
             kind = Unavailable if response.status >= http.client.INTERNAL_SERVER_ERROR else HeadwaterError
-            raise kind(f"{self.url}{path} answers {response.status}: {error_message(body)}")
+            keyless = response.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN)
+            raise kind(
+                f"{self.url}{path} answers {response.status}: {error_message(body)}",
+                hint="give a key with --api-key KEY or HEADWATER_API_KEY" if keyless else None,
+            )
         try:
             return json.loads(body)
         except ValueError as error:

@@ -48,19 +48,21 @@ class Gate:
         trust_tenant_header: bool = False,
         operator_key: str | None = None,
     ) -> None:
-        """`public`: others than this host can reach the port. `operator_key`: opens metrics and admin routes."""
+        """`public`: others than this host can reach the port. `operator_key`: opens metrics and admin routes, and
+        whatever needs no key."""
         self._clock = clock
         self._secret = secrets.token_bytes(32)
         self._trusting = trust_tenant_header
         self._public = public
         self._plain = {self._blind(entry.digest): entry for entry in map(self._plain_entry, *_numbered(plain_keys))}
-        if operator_key is not None:
-            operator = _Entry(key_digest(operator_key.encode()), _OPERATOR)
-            self._plain[self._blind(operator.digest)] = operator
         self._tenants: Mapping[str, TenantSpec] = {}
         self._entries = self._plain
         self._open = not plain_keys and keyring is None
         self._anonymous = Principal(self._own_scopes("inference") if public else self._own_scopes(*SCOPES))
+        if operator_key is not None:
+            scopes = _OPERATOR.scopes | (self._anonymous.scopes if self._open else frozenset())
+            operator = _Entry(key_digest(operator_key.encode()), replace(_OPERATOR, scopes=scopes))
+            self._plain[self._blind(operator.digest)] = operator
         if keyring is not None:
             self.load(keyring)
 
