@@ -78,7 +78,11 @@ def check(config: ServeConfig) -> None:
         )
     _check_memory(config)
     check_public(config)
-    if frontend.tls_cert is None and not is_loopback(frontend.host):
+    if is_loopback(frontend.host):
+        return
+    if not frontend.api_key and frontend.keys is None:
+        _log.warning("listening on %s without API keys: whoever reaches this host can use it", frontend.host)
+    if frontend.tls_cert is None:
         _log.warning("%s is reached by others, and keys and prompts travel in clear: see --tls-cert", frontend.host)
 
 
