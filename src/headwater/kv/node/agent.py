@@ -47,12 +47,16 @@ class StoreAgent:
 
     def match(self, chain: Piece, *, timeout_s: float = _MATCH_S, ask_s: float = 0.0) -> list[TierRun]:
         """As `StoreClient.match`; waits no longer than this. `ask_s`: how long of it others may be asked."""
-        asked = self._call(self.client.match(chain, timeout_s=ask_s))
+        asked = self.ask(chain, ask_s=ask_s)
         try:
             return asked.result(timeout_s)
         except FutureTimeoutError:
             asked.cancel()
             return []
+
+    def ask(self, chain: Piece, *, ask_s: float = 0.0) -> "Future[list[TierRun]]":
+        """As `match`, for callers that do not wait; the future may be cancelled."""
+        return self._call(self.client.match(chain, timeout_s=ask_s))
 
     def load(
         self, chain: Piece, into: Sequence[memoryview], *, timeout_s: float, on_arrived: OnArrived | None = None

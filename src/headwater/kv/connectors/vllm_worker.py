@@ -1,0 +1,252 @@
+"""The workers' half of the vLLM connector: copies between vLLM's blocks and the store.
+
+A block in the store is the same block of all layers, one after the other. Layers are gathered and scattered on the
+stream that computes, so that they are in order with it; what was gathered crosses to pinned memory on a stream of its
+own. Blocks can therefore be given to others at once, while the copy is under way.
+
+Loads come in pieces of bounded size, few at a time; what failed is told to vLLM, which computes it.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from headwater.errors import ConfigError, HeadwaterError
+from headwater.kv.connectors.chains import socket_path
+from headwater.kv.connectors.vllm_layout import Layout
+from headwater.kv.connectors.vllm_scheduler import Load, Save
+from headwater.kv.node.agent import StoreAgent
+from headwater.kv.node.store import Piece
+
+_log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 128 << 20
+_PIECES_AT_ONCE = 4
+_MAX_SAVING_BYTES = 512 << 20
+_CLOSE_S = 30.0
+
+
+class BlockCopier:
+    """Gathers blocks of all layers into host memory and scatters them back."""
+
+    def __init__(self, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
+        self._layers = _distinct(kv_caches, num_blocks)
+        self._device = self._layers[0].device
+        self._on_host = self._device.type == "cpu"
+        self._side = None if self._on_host else torch.Stream(self._device)
+        widths = [layer[0].numel() * layer.element_size() for layer in self._layers]
+        self._starts = [sum(widths[:number]) for number in range(len(widths))]
+        self._widths = widths
+        self.block_bytes = sum(widths)
+
+    def staging(self, count: int) -> torch.Tensor:
+        """Host memory for so many blocks: pinned where there is a device to copy to."""
+        return torch.empty((count, self.block_bytes), dtype=torch.uint8, pin_memory=not self._on_host)
+
+    def gather(self, block_ids: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
+        """The blocks in host memory, once what is returned beside them has returned."""
+        places = torch.tensor(block_ids, dtype=torch.int64).to(self._device)
+        target = self.staging(len(block_ids))
+        packed = target if self._on_host else torch.empty(target.shape, dtype=torch.uint8, device=self._device)
+        for layer, start, width in zip(self._layers, self._starts, self._widths, strict=True):
+            found = layer.index_select(0, places).reshape(len(block_ids), -1)
+            packed[:, start : start + width] = found.view(torch.uint8)
+        return target, self._across(packed, target)
+
+    def scatter(self, source: torch.Tensor, block_ids: Sequence[int]) -> None:
+        """In order with what is computed on the current stream."""
+        places = torch.tensor(block_ids, dtype=torch.int64).to(self._device)
+        packed = source.to(self._device, non_blocking=True)
+        for layer, start, width in zip(self._layers, self._starts, self._widths, strict=True):
+            part = packed[:, start : start + width].contiguous().view(layer.dtype)
+            layer.index_copy_(0, places, part.reshape(len(block_ids), *layer.shape[1:]))
+
+    def _across(self, packed: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        """Copy to the host on the side stream, after what the current one has been given so far."""
+        if self._side is None:
+            return lambda: None
+        module = torch.get_device_module(self._device)
+        self._side.wait_stream(module.current_stream(self._device))
+        with module.stream(self._side):
+            target.copy_(packed, non_blocking=True)
+            done = module.Event()
+            done.record(self._side)
+        packed.record_stream(self._side)
+        wait: Callable[[], None] = done.synchronize
+        return wait
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A load and the pieces of it that are still to come."""
+
+    load: Load
+    until: float
+    pieces: int
+    good: int
+    """Leading blocks that are not known to have failed."""
+
+
+@dataclass(slots=True)
+class _Arriving:
+    loading: _Loading
+    start: int
+    chain: Piece
+    buffer: torch.Tensor
+    loaded: "Future[int]"
+
+
+class WorkerHalf:
+    """See the module docstring. Called from the thread that drives the device."""
+
+    def __init__(
+        self, layout: Layout, rank: int, socket: str | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._layout, self._clock = layout, clock
+        self._rank = rank % layout.num_ranks
+        self._agent = StoreAgent(socket_path(socket), f"vllm-{rank}")
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
+        self._copier: BlockCopier | None = None
+        self._waiting: deque[tuple[_Loading, int, int]] = deque()
+        self._arriving: list[_Arriving] = []
+        self._ended: set[str] = set()
+        self._failed: set[int] = set()
+        self._saving: deque[tuple[Future[None], int]] = deque()
+        self.num_saves_dropped = 0
+
+    def close(self) -> None:
+        self._saver.shutdown()
+        self._agent.close()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._copier = BlockCopier(kv_caches, self._layout.num_blocks)
+        if self._copier.block_bytes != self._layout.block_bytes:
+            seen, told = self._copier.block_bytes, self._layout.block_bytes
+            raise ConfigError(f"blocks have {seen} bytes in memory and {told} by vLLM's configuration")
+
+    def start_loads(self, loads: Sequence[Load]) -> None:
+        step = max(1, _PIECE_BYTES // self._layout.block_bytes)
+        for load in loads:
+            starts = range(0, load.chain.num_blocks, step)
+            loading = _Loading(load, self._clock() + load.timeout_s, len(starts), load.chain.num_blocks)
+            self._waiting += [(loading, at, min(at + step, load.chain.num_blocks)) for at in starts]
+        self._start_waiting()
+
+    @torch.inference_mode()
+    def advance(self) -> set[str]:
+        """Put in place what has come; the requests of which nothing is to come any more."""
+        for piece in [piece for piece in self._arriving if piece.loaded.done()]:
+            self._arriving.remove(piece)
+            self._place(piece)
+        self._start_waiting()
+        ended, self._ended = self._ended, set()
+        return ended
+
+    def take_failed(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    @torch.inference_mode()
+    def save(self, saves: Sequence[Save]) -> None:
+        """Copies are taken now; the store gets them meanwhile. What is too much at a time is not saved."""
+        while self._saving and self._saving[0][0].done():
+            self._saving.popleft()
+        for save in saves:
+            size = save.chain.num_blocks * self._layout.block_bytes
+            pending = sum(num_bytes for _, num_bytes in self._saving)
+            if pending and pending + size > _MAX_SAVING_BYTES:
+                self.num_saves_dropped += save.chain.num_blocks
+                continue
+            buffer, wait = self._blocks().gather(save.block_ids)
+            self._saving.append((self._saver.submit(self._offer, self._own(save.chain), buffer, wait), size))
+
+    # Inside
+
+    def _start_waiting(self) -> None:
+        while self._waiting and len(self._arriving) < _PIECES_AT_ONCE:
+            loading, start, end = self._waiting.popleft()
+            left_s = loading.until - self._clock()
+            if start >= loading.good or left_s <= 0:
+                self._end_piece(loading, min(loading.good, start))
+                continue
+            buffer = self._blocks().staging(end - start)
+            chain = self._own(loading.load.chain.part(start, end))
+            loaded = self._agent.load(chain, _rows(buffer), timeout_s=left_s)
+            self._arriving.append(_Arriving(loading, start, chain, buffer, loaded))
+
+    def _place(self, piece: _Arriving) -> None:
+        try:
+            count = piece.loaded.result()
+        except HeadwaterError as error:
+            _log.warning("loading from the KV store failed, blocks are computed: %s", error)
+            count = 0
+        if count:
+            places = piece.loading.load.block_ids[piece.start : piece.start + count]
+            self._blocks().scatter(piece.buffer[:count], places)
+        good = piece.loading.good if count == piece.chain.num_blocks else min(piece.loading.good, piece.start + count)
+        self._end_piece(piece.loading, good)
+
+    def _end_piece(self, loading: _Loading, good: int) -> None:
+        loading.good = good
+        loading.pieces -= 1
+        if loading.pieces:
+            return
+        self._ended.add(loading.load.request_id)
+        self._failed.update(loading.load.block_ids[good:])
+        if good < loading.load.chain.num_blocks:
+            _log.info("%d of %d blocks came from the KV store", good, loading.load.chain.num_blocks)
+
+    def _offer(self, chain: Piece, buffer: torch.Tensor, wait: Callable[[], None]) -> None:
+        try:
+            wait()
+            self._agent.offer(chain, _rows(buffer)).result(_CLOSE_S)
+        except (HeadwaterError, TimeoutError) as error:
+            _log.warning("saving to the KV store failed: %s", error)
+
+    def _own(self, chain: Piece) -> Piece:
+        """The blocks of this rank that lie beside those of rank 0."""
+        if not self._rank:
+            return chain
+        ids, layout = self._layout.ids_of_rank, self._layout.family(self._rank, "").layout
+        family = type(chain.family)(chain.family.model, layout, chain.family.tenant, chain.family.payload_bytes)
+        return Piece(family, ids(chain.ids, self._rank), chain.first, ids(chain.parent, self._rank))
+
+    def _blocks(self) -> BlockCopier:
+        if self._copier is None:
+            raise ConfigError("vLLM has not registered its KV caches")
+        return self._copier
+
+
+def _rows(buffer: torch.Tensor) -> list[memoryview]:
+    return [row.data for row in buffer.numpy()]
+
+
+def _distinct(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> list[torch.Tensor]:
+    """One view per layer that has memory of its own, blocks first; in wide words, which copy faster."""
+    found: dict[int, torch.Tensor] = {}
+    for name, cache in kv_caches.items():
+        if not isinstance(cache, torch.Tensor) or cache.shape[0] % num_blocks or cache.stride(-1) != 1:
+            raise ConfigError(f"the KV cache of {name} is not made of {num_blocks} blocks")
+        found.setdefault(cache.data_ptr(), _by_block(_as_words(cache), num_blocks))
+    if not found:
+        raise ConfigError("the model has no KV cache")
+    return list(found.values())
+
+
+def _by_block(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Kernels may take smaller blocks than the engine manages."""
+    return cache.view(num_blocks, cache.shape[0] // num_blocks, *cache.shape[1:])
+
+
+def _as_words(cache: torch.Tensor) -> torch.Tensor:
+    for dtype in (torch.int64, torch.int32):
+        ratio = dtype.itemsize // cache.element_size()
+        sizes = (cache.shape[-1], cache.storage_offset(), *cache.stride()[:-1])
+        if ratio and not any(size % ratio for size in sizes):
+            return cache.view(dtype)
+    return cache.view(torch.uint8)

@@ -1,0 +1,213 @@
+"""The vLLM connector, called as vLLM's scheduler and workers call it, against a real store process."""
+
+import importlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_doubles import install
+from headwater.errors import ConfigError
+from kv_process import store_process
+from vllm_connector_double import INTERFACE, Blocks, KVConnectorRole, Request, VllmEngine, cache_config, config, names
+
+Make = Callable[..., VllmEngine]
+
+
+@pytest.fixture(scope="module")
+def socket() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hw-") as folder, store_process(Path(folder) / "kv.sock"):
+        yield Path(folder) / "kv.sock"
+
+
+@pytest.fixture
+def connector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    install(monkeypatch, INTERFACE, **names())
+    yield importlib.import_module("headwater.kv.connectors.vllm")
+    del sys.modules["headwater.kv.connectors.vllm"]
+
+
+@pytest.fixture
+def make(connector: Any, socket: Path, request: pytest.FixtureRequest) -> Iterator[Make]:
+    """A fresh life of the engine: its own cache is empty."""
+    made: list[VllmEngine] = []
+
+    def engine(model: str = "", at: Path = socket, **sizes: int) -> VllmEngine:
+        made.append(VllmEngine(connector, str(at), model or request.node.name, **sizes))
+        return made[-1]
+
+    yield engine
+    for one in made:
+        one.close()
+
+
+def prompt(count: int, seed: int = 1) -> list[int]:
+    return [(seed * 7919 + number * 104729) % 50_000 for number in range(count)]
+
+
+def eventually_stored(engine: VllmEngine, tokens: list[int], blocks: int, salt: str = "") -> None:
+    half = engine.scheduler._of_scheduler()
+    state = half._state(Request(f"look-{salt}", tokens, salt))
+    ids = state.chain.upto(tokens, blocks).ids
+    deadline = time.monotonic() + 10
+    for rank in range(len(engine.workers)):
+        while half._agent.num_in_host(half._layout.ids_of_rank(ids, rank)) < blocks:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    half.forget(f"look-{salt}")
+
+
+@pytest.mark.parametrize("chunk", [1 << 30, 5])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_restarted_engine_loads_and_gives_the_same(make: Make, chunk: int, tp: int) -> None:
+    first = make(tp=tp)
+    tokens = prompt(42)
+    answer = first.run(Request("a", list(tokens)), 9, chunk)
+    assert first.computed == 42 + 8
+    eventually_stored(first, [*tokens, *answer], 12)
+    again = make(tp=tp)
+    assert again.run(Request("b", list(tokens)), 9, chunk) == answer
+    assert again.computed == 2 + 8, "40 of 42 prompt tokens came from the store"
+    longer = [*tokens, *answer, *prompt(6, seed=2)]
+    followed = make(tp=tp)
+    expected = make("cold", tp=tp).run(Request("c", list(longer)), 3)
+    assert followed.run(Request("d", list(longer)), 3) == expected
+    assert followed.computed == len(longer) - 48 + 2
+    assert again.failed == followed.failed == 0
+
+
+def test_two_engines_share_while_both_run(make: Make) -> None:
+    one, two = make(), make()
+    tokens = prompt(30)
+    answer = one.run(Request("a", list(tokens)), 4)
+    eventually_stored(one, tokens, 7)
+    assert two.run(Request("a", list(tokens)), 4) == answer
+    assert two.computed == 2 + 3
+
+
+def test_blocks_that_were_damaged_show(make: Make) -> None:
+    """The control: the answer does depend on what was loaded."""
+    first, tokens = make(), prompt(20)
+    answer = first.run(Request("a", list(tokens)), 4)
+    eventually_stored(first, tokens, 5)
+    again = make()
+    copier = again.workers[0]._of_worker()._blocks()
+    scatter = copier.scatter
+    copier.scatter = lambda source, places: scatter(source ^ 1, places)
+    assert again.run(Request("b", list(tokens)), 4) != answer
+
+
+def test_a_load_that_fails_is_computed_and_not_tried_again(make: Make) -> None:
+    first, tokens = make(), prompt(40)
+    answer = first.run(Request("a", list(tokens)), 4)
+    eventually_stored(first, tokens, 9)
+    again = make()
+    agent = again.workers[0]._of_worker()._agent
+    load = agent.load
+    agent.load = lambda chain, into, **how: load(chain.part(0, 3), into[:3], **how)
+    assert again.run(Request("b", list(tokens)), 4) == answer
+    assert (again.failed, again.computed) == (6, 40 - 12 + 3)
+    agent.load = lambda chain, into, **how: load(chain.part(0, 0), [], **how)
+    assert again.run(Request("c", list(tokens)), 4) == answer
+    assert again.computed == 40 - 12 + 3 + 40 + 3
+
+
+def test_salts_adapters_and_resets_keep_apart(make: Make) -> None:
+    engine, tokens = make(), prompt(20)
+    engine.run(Request("a", list(tokens), cache_salt="a"), 1)
+    eventually_stored(engine, tokens, 5, "a")
+
+    def matched(**changes: Any) -> int:
+        request = Request(f"{changes}", list(tokens), **changes)
+        while (found := engine.scheduler.get_num_new_matched_tokens(request, 0))[0] is None:
+            time.sleep(0.001)
+        engine.scheduler.request_finished(request, [])
+        return int(found[0])
+
+    class Lora:
+        lora_name, lora_path = "x", "/x"
+
+    assert matched() == 0
+    assert matched(cache_salt="b") == 0
+    assert matched(cache_salt="a", lora_request=Lora()) == 0
+    assert matched(cache_salt="a", mm_features=["image"]) == 0
+    assert matched(cache_salt="a") == 16, "one token stays to be computed"
+    assert engine.scheduler.reset_cache()
+    assert matched(cache_salt="a") == 0
+
+
+def test_what_the_engine_has_and_the_store_has_not_is_saved_as_well(make: Make) -> None:
+    """Else nothing behind it would be found."""
+    engine, tokens = make(), prompt(24)
+    request = Request("a", list(tokens))
+    assert engine.scheduler.get_num_new_matched_tokens(request, 16) in ((0, False), (None, False))
+    blocks = list(range(6))
+    for at, token in enumerate(tokens):
+        engine._compute(engine.kv[0], blocks, at, token)
+    engine._step(request, blocks, 16, 8, [request])
+    eventually_stored(engine, tokens, 6)
+
+
+def test_a_preempted_request_may_load_once_more(make: Make) -> None:
+    engine, tokens = make(), prompt(20)
+    engine.run(Request("a", list(tokens)), 1)
+    eventually_stored(engine, tokens, 5)
+    request = Request("b", list(tokens))
+
+    def matched() -> Any:
+        while (found := engine.scheduler.get_num_new_matched_tokens(request, 0))[0] is None:
+            time.sleep(0.001)
+        return found
+
+    assert matched() == (16, True)
+    engine.scheduler.update_state_after_alloc(request, Blocks([1, 2, 3, 4]), 16)
+    assert matched() == (0, False)
+    request.num_preemptions = 1
+    assert matched() == (16, True)
+
+
+def test_no_store_and_a_store_that_dies_are_misses(make: Make, run_folder: Path) -> None:
+    path, tokens = run_folder / "kv.sock", prompt(20)
+    with store_process(path) as process:
+        first = make(at=path)
+        answer = first.run(Request("a", list(tokens)), 4)
+        eventually_stored(first, tokens, 5)
+        process.kill()
+        process.wait()
+        assert first.run(Request("b", list(tokens)), 4) == answer
+    assert first.computed == 2 * (20 + 3)
+
+
+def test_what_it_does_not_serve_is_refused(connector: Any, socket: Path) -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel_size"):
+        connector.HeadwaterConnector(
+            config(str(socket), "m", pipeline_parallel_size=2), KVConnectorRole.SCHEDULER, cache_config(8)
+        )
+    with pytest.raises(ConfigError, match="2 KV cache groups"):
+        connector.HeadwaterConnector(config(str(socket), "m"), KVConnectorRole.SCHEDULER, cache_config(8, groups=2))
+
+
+def test_blocks_of_any_layout_come_back_as_they_were(connector: Any) -> None:
+    """Layers between the blocks, heads behind the tokens, and kernels that take blocks in halves."""
+    worker = importlib.import_module("headwater.kv.connectors.vllm_worker")
+    backing = torch.randn(10, 4, 2 * 3, 8).to(torch.bfloat16)
+    between = {f"l{number}": backing.view(10, 4, 2, 3, 8).permute(0, 1, 3, 2, 4)[:, number] for number in range(4)}
+    halves = {"a": torch.randn(20, 2, 2, 6), "shared": torch.empty(0)}
+    halves["shared"] = halves["a"]
+    for caches in (between, halves):
+        copier = worker.BlockCopier(caches, 10)
+        before = {name: cache.clone() for name, cache in caches.items()}
+        copies, wait = copier.gather([7, 2])
+        wait()
+        for cache in caches.values():
+            cache.zero_()
+        copier.scatter(copies, [7, 2])
+        for name, cache in caches.items():
+            by_block, old = cache.unflatten(0, (10, -1)), before[name].unflatten(0, (10, -1))
+            assert torch.equal(by_block[[7, 2]], old[[7, 2]])
+            assert not by_block[[0, 1, 3, 4, 5, 6, 8, 9]].any()
