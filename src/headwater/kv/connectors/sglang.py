@@ -13,7 +13,6 @@ No call raises: HiCache does not restart a thread that ended. A store that is sl
 import logging
 from collections.abc import Sequence
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,9 +20,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from headwater.errors import HeadwaterError
 from headwater.kv.block import ROOT, Family
+from headwater.kv.connectors.chains import socket_path
 from headwater.kv.identity import namespace
 from headwater.kv.node.agent import StoreAgent
-from headwater.kv.node.open import default_socket
 from headwater.kv.node.store import Piece
 from headwater.types import BLOCK_ID_BYTES
 
@@ -48,7 +47,7 @@ class HeadwaterStorage(HiCacheStorage):  # type: ignore[misc]
         self._timeout_s = float(extra.get("timeout_s", _TIMEOUT_S))
         self._family: Family | None = None
         self._namespace = b""
-        self._agent = StoreAgent(Path(extra.get("socket") or default_socket()), f"sglang-{storage_config.tp_rank}")
+        self._agent = StoreAgent(socket_path(extra.get("socket")), f"sglang-{storage_config.tp_rank}")
         self._problem = ""
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:

@@ -13,12 +13,8 @@ left to TensorRT-LLM's own cache.
 """
 
 import logging
-import os
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from sys import byteorder
 from typing import Any
 
 import torch
@@ -28,10 +24,10 @@ from tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector import (
 )
 
 from headwater.errors import ConfigError, HeadwaterError
-from headwater.kv.block import ROOT, Family
-from headwater.kv.identity import chain_block_ids, namespace
+from headwater.kv.block import Family
+from headwater.kv.connectors.chains import RequestChain, socket_path
+from headwater.kv.identity import namespace
 from headwater.kv.node.agent import StoreAgent
-from headwater.kv.node.open import default_socket
 from headwater.kv.node.store import Piece
 
 _log = logging.getLogger(__name__)
@@ -73,21 +69,20 @@ class Attachment:
         self.layout = ""
         self.payload_bytes = 0
         """0 until the worker has seen the blocks."""
-        path = os.environ.get("HEADWATER_KV_SOCKET")
-        self.store = StoreAgent(Path(path) if path else default_socket(), "trtllm")
+        self.store = StoreAgent(socket_path(), "trtllm")
 
     def describe(self, blocks: torch.Tensor) -> None:
         first = blocks[0]
         self.payload_bytes = first.numel() * first.element_size()
         self.layout = f"trtllm.{blocks.dtype}.{'x'.join(map(str, first.shape))}"
 
+    def new_chain(self, salt: str) -> RequestChain:
+        family = Family(self.model, self.layout, salt, self.payload_bytes)
+        return RequestChain(family, namespace(self.model, self.layout, salt=salt), self.block_tokens)
+
     def chain(self, tokens: Sequence[int], salt: str) -> Piece:
         """All full blocks of these tokens."""
-        packed = array("I", tokens)
-        if byteorder == "big":
-            packed.byteswap()
-        ids = chain_block_ids(namespace(self.model, self.layout, salt=salt), packed.tobytes(), self.block_tokens)
-        return Piece(Family(self.model, self.layout, salt, self.payload_bytes), ids, 0, ROOT)
+        return self.new_chain(salt).upto(tokens, len(tokens) // self.block_tokens)
 
 
 _attachments: dict[str, Attachment] = {}
@@ -109,7 +104,7 @@ def detach_all() -> None:
 
 @dataclass(slots=True)
 class _Request:
-    salt: str
+    chain: RequestChain
     tokens: list[int] = field(default_factory=list[int])
     block_ids: list[int] = field(default_factory=list[int])
     held: list[bytes] = field(default_factory=list[bytes])
@@ -135,8 +130,9 @@ class HeadwaterScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
         if not shared.payload_bytes or not _is_plain(request):
             return 0, False
         tokens, first = list(request.get_tokens(0)), num_computed_tokens // size
-        state = self._requests[request.request_id] = _Request(str(request.cache_salt or ""), num_saved=first)
-        wanted = shared.chain(tokens[: (len(tokens) - 1) // size * size], state.salt)
+        chain = shared.new_chain(str(request.cache_salt or ""))
+        state = self._requests[request.request_id] = _Request(chain, num_saved=first)
+        wanted = chain.upto(tokens, (len(tokens) - 1) // size)
         if num_computed_tokens % size or first >= wanted.num_blocks:
             return 0, False
         state.held_from, state.held = first, self._load(wanted.part(first, wanted.num_blocks))
@@ -219,7 +215,7 @@ class HeadwaterScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
         full = min(computed // size, len(state.tokens) // size, len(state.block_ids))
         if full <= state.num_saved:
             return
-        chain = self._shared.chain(state.tokens[: full * size], state.salt).part(state.num_saved, full)
+        chain = state.chain.upto(state.tokens, full).part(state.num_saved, full)
         block_ids = state.block_ids[state.num_saved : full]
         state.num_saved = full
         if _NO_PAGE not in block_ids:
