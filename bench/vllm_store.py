@@ -2,16 +2,15 @@
 
     python bench/vllm_store.py [--tokens 1000] [--rounds 3] [--core 0] [--log FILE]
 
-vLLM's own server for CPU with the connector, and the store as a process of its own. The same prompt is sent
+vLLM's own server for CPU with the connector, and the store as a process of its own. The same prompts are sent
 
-    recompute   to an engine without the connector, prefixes of which it has never seen
-    computed    to an engine with the connector that has never seen it: what looking and saving cost
-    cold        to the first engine restarted, without the connector
-    restarted   to a new process with the connector: its own cache is empty
-    shared      to a second instance that runs beside the first, which computed it
-    damaged     to a new process whose loads are changed by one bit each before they are put in place: the control
+    computed    to an engine that has never seen them, with the connector: looking and saving included
+    shared      to a second instance that runs beside the first, which computed them
+    restarted   to a new process: its own cache is empty
+    damaged     to a new process in which a bit of each loaded byte is changed before it is put in place: the control
+    cold        to a new process without the connector: everything is computed again
 
-and the first output is what each has to repeat; the control has to differ.
+The output of the engine that computed a prompt first is what each has to repeat; the control has to differ.
 """
 
 import argparse
@@ -31,13 +30,13 @@ from processes import free_port, running
 from vllm_cluster import COMMON, MODEL, VLLM_PYTHON, await_ready, drawn, environment, fetched
 
 OUTPUT = 16
-FLAGS = ["--block-size", "32", "--max-num-seqs", "4", "--gpu-memory-utilization", "0.1", "--no-async-scheduling"]
+FLAGS = ["--block-size", "32", "--max-num-seqs", "4", "--gpu-memory-utilization", "0.1"]
 DAMAGE = Path(__file__).parent / "vllm_store_damage.py"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    text: list[str]
+    tokens: list[int]
     cached: int
     ttft_ms: float
 
@@ -88,7 +87,8 @@ def ask(url: str, prompt: list[int]) -> Answer:
     fields |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(fields).encode(), headers)
-    began, first, text, cached = time.perf_counter(), 0.0, [], 0
+    tokens: list[int] = []
+    began, first, cached = time.perf_counter(), 0.0, 0
     with urllib.request.urlopen(request, timeout=240) as answer:
         for line in answer:
             if not line.startswith(b"data: {"):
@@ -96,17 +96,17 @@ def ask(url: str, prompt: list[int]) -> Answer:
             chunk: dict[str, Any] = json.loads(line[6:])
             for choice in chunk["choices"]:
                 first = first or time.perf_counter()
-                text.append(f"{choice['text']}{choice.get('token_ids')}")
+                tokens += choice["token_ids"]
             if chunk.get("usage"):
                 cached = (chunk["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    return Answer(text, cached, 1e3 * (first - began))
+    return Answer(tokens, cached, 1e3 * (first - began))
 
 
 def ask_all(name: str, url: str, prompts: list[list[int]], expected: list[Answer] | None) -> Row:
     row = Row(name)
     for number, prompt in enumerate(prompts):
         row.answers.append(ask(url, prompt))
-        row.same += expected is None or row.answers[-1].text == expected[number].text
+        row.same += expected is None or row.answers[-1].tokens == expected[number].tokens
     print(
         f"{name:>10}{median(one.ttft_ms for one in row.answers):12.0f}{min(one.ttft_ms for one in row.answers):8.0f}"
         f"{max(one.ttft_ms for one in row.answers):8.0f}{median(one.cached for one in row.answers):16.0f}"
@@ -127,19 +127,17 @@ def main() -> None:
     others = [drawn(Random(1000 + seed), args.tokens) for seed in range(args.rounds)]
     print(f"      way   TTFT ms p50     min     max  cached tokens p50   same output   ({args.tokens} prompt tokens)")
     with tempfile.TemporaryDirectory(prefix="hw-bench-") as folder, store(folder, args.log) as socket:
-        with engine(args, None) as url:
-            expected = ask_all("recompute", url, prompts, None).answers
         with engine(args, transfer_config(socket)) as url:
-            ask_all("computed", url, prompts, expected)
+            expected = ask_all("computed", url, prompts, None).answers
             with engine(args, transfer_config(socket)) as second:
                 begun = [ask(url, prompt) for prompt in others]
                 ask_all("shared", second, others, begun)
-        with engine(args, None) as url:
-            ask_all("cold", url, prompts, expected)
         with engine(args, transfer_config(socket)) as url:
             ask_all("restarted", url, prompts, expected)
         with engine(args, transfer_config(socket, DAMAGE.stem)) as url:
             ask_all("damaged", url, prompts, expected)
+        with engine(args, None) as url:
+            ask_all("cold", url, prompts, expected)
 
 
 if __name__ == "__main__":

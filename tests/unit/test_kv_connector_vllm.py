@@ -117,6 +117,29 @@ def test_a_load_that_fails_is_computed_and_not_tried_again(make: Make) -> None:
     assert again.computed == 40 - 12 + 3 + 40 + 3
 
 
+def test_loads_and_saves_in_pieces(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of which fails: what comes behind it is computed as well."""
+    worker = importlib.import_module("headwater.kv.connectors.vllm_worker")
+    block_bytes = cache_config(1).kv_cache_groups[0].kv_cache_spec.page_size_bytes * 3
+    monkeypatch.setattr(worker, "_PIECE_BYTES", 2 * block_bytes)
+    monkeypatch.setattr(worker, "_PIECES_AT_ONCE", 2)
+    first, tokens = make(), prompt(90)
+    answer = first.run(Request("a", list(tokens)), 4)
+    eventually_stored(first, tokens, 22)
+    again = make()
+    assert again.run(Request("b", list(tokens)), 4) == answer
+    assert (again.failed, again.computed) == (0, 2 + 3)
+    agent = again.workers[0]._of_worker()._agent
+    load = agent.load
+
+    def load_but_the_fourth(chain: Any, into: Any, **how: Any) -> Any:
+        return load(chain.part(0, 0), [], **how) if chain.first == 6 else load(chain, into, **how)
+
+    agent.load = load_but_the_fourth
+    assert again.run(Request("c", list(tokens)), 4) == answer
+    assert again.failed == 22 - 6
+
+
 def test_salts_adapters_and_resets_keep_apart(make: Make) -> None:
     engine, tokens = make(), prompt(20)
     engine.run(Request("a", list(tokens), cache_salt="a"), 1)

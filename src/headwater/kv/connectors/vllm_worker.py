@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,60 +26,102 @@ from headwater.kv.node.store import Piece
 
 _log = logging.getLogger(__name__)
 
-_PIECE_BYTES = 128 << 20
-_PIECES_AT_ONCE = 4
-_MAX_SAVING_BYTES = 512 << 20
+_PIECE_BYTES = 64 << 20
+_PIECES_AT_ONCE = 8
+_MAX_SAVING_BYTES = 2 << 30
 _CLOSE_S = 30.0
 
 
 class BlockCopier:
-    """Gathers blocks of all layers into host memory and scatters them back."""
+    """Gathers blocks of all layers into host memory and scatters them back, at most `piece_blocks` at a time.
+
+    On a device they pass through two buffers there, taken in turn; a stream waits until the one it takes is free.
+    """
 
     def __init__(self, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
         self._layers = _distinct(kv_caches, num_blocks)
+        self._widths = [layer[0].numel() * layer.element_size() for layer in self._layers]
+        self._starts = [sum(self._widths[:number]) for number in range(len(self._widths))]
+        self.block_bytes = sum(self._widths)
+        self.piece_blocks = max(1, _PIECE_BYTES // self.block_bytes)
         self._device = self._layers[0].device
-        self._on_host = self._device.type == "cpu"
-        self._side = None if self._on_host else torch.Stream(self._device)
-        widths = [layer[0].numel() * layer.element_size() for layer in self._layers]
-        self._starts = [sum(widths[:number]) for number in range(len(widths))]
-        self._widths = widths
-        self.block_bytes = sum(widths)
+        self._between = (
+            None if self._device.type == "cpu" else _Between(self._device, self.piece_blocks, self.block_bytes)
+        )
 
     def staging(self, count: int) -> torch.Tensor:
         """Host memory for so many blocks: pinned where there is a device to copy to."""
-        return torch.empty((count, self.block_bytes), dtype=torch.uint8, pin_memory=not self._on_host)
+        return torch.empty((count, self.block_bytes), dtype=torch.uint8, pin_memory=self._between is not None)
 
     def gather(self, block_ids: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
         """The blocks in host memory, once what is returned beside them has returned."""
-        places = torch.tensor(block_ids, dtype=torch.int64).to(self._device)
-        target = self.staging(len(block_ids))
-        packed = target if self._on_host else torch.empty(target.shape, dtype=torch.uint8, device=self._device)
-        for layer, start, width in zip(self._layers, self._starts, self._widths, strict=True):
-            found = layer.index_select(0, places).reshape(len(block_ids), -1)
-            packed[:, start : start + width] = found.view(torch.uint8)
-        return target, self._across(packed, target)
+        target, places = self.staging(len(block_ids)), self._places(block_ids)
+        if self._between is None:
+            self._collect(target, places)
+            return target, lambda: None
+        packed = self._between.take(len(block_ids))
+        self._collect(packed, places)
+        return target, self._between.to_host(packed, target)
 
     def scatter(self, source: torch.Tensor, block_ids: Sequence[int]) -> None:
         """In order with what is computed on the current stream."""
-        places = torch.tensor(block_ids, dtype=torch.int64).to(self._device)
-        packed = source.to(self._device, non_blocking=True)
+        places = self._places(block_ids)
+        if self._between is None:
+            self._distribute(source, places)
+            return
+        packed = self._between.take(len(block_ids))
+        packed.copy_(source, non_blocking=True)
+        self._distribute(packed, places)
+        self._between.give_back()
+
+    def _collect(self, packed: torch.Tensor, places: torch.Tensor) -> None:
+        for layer, start, width in zip(self._layers, self._starts, self._widths, strict=True):
+            found = layer.index_select(0, places).reshape(len(places), -1)
+            packed[:, start : start + width] = found.view(torch.uint8)
+
+    def _distribute(self, packed: torch.Tensor, places: torch.Tensor) -> None:
         for layer, start, width in zip(self._layers, self._starts, self._widths, strict=True):
             part = packed[:, start : start + width].contiguous().view(layer.dtype)
-            layer.index_copy_(0, places, part.reshape(len(block_ids), *layer.shape[1:]))
+            layer.index_copy_(0, places, part.reshape(len(places), *layer.shape[1:]))
 
-    def _across(self, packed: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-        """Copy to the host on the side stream, after what the current one has been given so far."""
-        if self._side is None:
-            return lambda: None
-        module = torch.get_device_module(self._device)
-        self._side.wait_stream(module.current_stream(self._device))
-        with module.stream(self._side):
+    def _places(self, block_ids: Sequence[int]) -> torch.Tensor:
+        places = torch.tensor(block_ids, dtype=torch.int64, pin_memory=self._between is not None)
+        return places.to(self._device, non_blocking=True)
+
+
+class _Between:
+    """Buffers on the device, and the stream on which blocks cross to the host."""
+
+    def __init__(self, device: torch.device, piece_blocks: int, block_bytes: int) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._side = self._module.Stream(device)
+        shape = (piece_blocks, block_bytes)
+        self._buffers = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._free = [self._module.Event(), self._module.Event()]
+        self._turn = 0
+
+    def take(self, count: int) -> torch.Tensor:
+        self._turn ^= 1
+        self._current().wait_event(self._free[self._turn])
+        return self._buffers[self._turn][:count]
+
+    def give_back(self) -> None:
+        """Free once the current stream is done with it."""
+        self._free[self._turn].record(self._current())
+
+    def to_host(self, packed: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        """After what the current stream has been given so far. Returns what waits for it."""
+        self._side.wait_stream(self._current())
+        with self._module.stream(self._side):
             target.copy_(packed, non_blocking=True)
-            done = module.Event()
-            done.record(self._side)
-        packed.record_stream(self._side)
+        self._free[self._turn].record(self._side)
+        done = self._module.Event()
+        done.record(self._side)
         wait: Callable[[], None] = done.synchronize
         return wait
+
+    def _current(self) -> Any:
+        return self._module.current_stream(self._device)
 
 
 @dataclass(slots=True)
@@ -130,7 +173,9 @@ class WorkerHalf:
             raise ConfigError(f"blocks have {seen} bytes in memory and {told} by vLLM's configuration")
 
     def start_loads(self, loads: Sequence[Load]) -> None:
-        step = max(1, _PIECE_BYTES // self._layout.block_bytes)
+        if not loads:
+            return
+        step = self._blocks().piece_blocks
         for load in loads:
             starts = range(0, load.chain.num_blocks, step)
             loading = _Loading(load, self._clock() + load.timeout_s, len(starts), load.chain.num_blocks)
@@ -153,19 +198,23 @@ class WorkerHalf:
 
     @torch.inference_mode()
     def save(self, saves: Sequence[Save]) -> None:
-        """Copies are taken now; the store gets them meanwhile. What is too much at a time is not saved."""
+        """Copies are taken in order with computing; the store gets them meanwhile. What is too much is not saved."""
         while self._saving and self._saving[0][0].done():
             self._saving.popleft()
         for save in saves:
-            size = save.chain.num_blocks * self._layout.block_bytes
-            pending = sum(num_bytes for _, num_bytes in self._saving)
-            if pending and pending + size > _MAX_SAVING_BYTES:
-                self.num_saves_dropped += save.chain.num_blocks
-                continue
-            buffer, wait = self._blocks().gather(save.block_ids)
-            self._saving.append((self._saver.submit(self._offer, self._own(save.chain), buffer, wait), size))
+            step = self._blocks().piece_blocks
+            for start in range(0, save.chain.num_blocks, step):
+                self._save(save.chain.part(start, min(start + step, save.chain.num_blocks)), save.block_ids[start:])
 
     # Inside
+
+    def _save(self, chain: Piece, block_ids: Sequence[int]) -> None:
+        size = chain.num_blocks * self._layout.block_bytes
+        if self._saving and sum(num_bytes for _, num_bytes in self._saving) + size > _MAX_SAVING_BYTES:
+            self.num_saves_dropped += chain.num_blocks
+            return
+        buffer, wait = self._blocks().gather(block_ids[: chain.num_blocks])
+        self._saving.append((self._saver.submit(self._offer, self._own(chain), buffer, wait), size))
 
     def _start_waiting(self) -> None:
         while self._waiting and len(self._arriving) < _PIECES_AT_ONCE:

@@ -1,0 +1,59 @@
+"""The KV store under real vLLM, over restarts; for whoever has vLLM:
+
+VLLM_PYTHON=build/peers/vllm/bin/python pytest -m vllm      (bench/peers/setup vllm makes that interpreter)
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import model_fixtures
+from kv_process import store_process
+
+LIFE = Path(__file__).parent.parent / "vllm_store_life.py"
+VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
+TOKENS, BLOCK = 1000, 32
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(VLLM_PYTHON is None, reason="VLLM_PYTHON names no interpreter with vLLM"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a shape that vLLM's CPU kernels take."""
+    shape = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
+    folder = tmp_path_factory.mktemp("model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(model_fixtures.FAMILIES, "llama", ("Llama", {"tie_word_embeddings": True, **shape}))
+        model_fixtures.build_tiny_model(folder, "llama", "default")
+    return folder
+
+
+def life(socket: Path, model: Path, *words: str) -> list[dict[str, Any]]:
+    """A process of vLLM from its beginning to its end: what it answered."""
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(LIFE.parent)
+    command = [str(VLLM_PYTHON), str(LIFE), str(socket), str(model), str(TOKENS), *words]
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b'{"tokens"')]
+
+
+def test_a_restarted_engine_gets_its_prefix_back(model: Path, run_folder: Path) -> None:
+    socket = run_folder / "kv.sock"
+    with store_process(socket):
+        computed = life(socket, model)
+        assert [one["cached"] for one in computed] == [0, 0]
+        restarted = life(socket, model)
+        assert [one["cached"] for one in restarted] == [(TOKENS - 1) // BLOCK * BLOCK] * 2
+        assert [one["tokens"] for one in restarted] == [one["tokens"] for one in computed]
+        damaged = life(socket, model, "damage")
+        assert damaged[0]["cached"] > 0
+        assert [one["tokens"] for one in damaged] != [one["tokens"] for one in computed], "the control"
