@@ -4,7 +4,8 @@
 
 Without --url it starts `headwater serve --engine mocker`. Per attack: what was answered, how long an honest request
 took meanwhile at worst, and how much the frontend grew (once the attack was over). Ends with code 1 if anything was
-answered 5xx other than 503, an honest request failed, the frontend grew by more than 320 MiB (what a burst may hold at once), or it died.
+answered 5xx other than 503, an honest request failed, the frontend grew by more than 320 MiB (what a burst may hold at
+once), or it died.
 """
 
 import argparse
