@@ -37,6 +37,7 @@ OTHERS_FLAGS = {
     "--enable-auto-tool-choice",
     "--enforce-eager",
     "--kv-events-config",
+    "--kv-transfer-config",
     "--scheduling-policy",
     "--speedup-ratio",
     "--swap-spce",

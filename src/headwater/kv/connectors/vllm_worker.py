@@ -211,6 +211,8 @@ class WorkerHalf:
     def _save(self, chain: Piece, block_ids: Sequence[int]) -> None:
         size = chain.num_blocks * self._layout.block_bytes
         if self._saving and sum(num_bytes for _, num_bytes in self._saving) + size > _MAX_SAVING_BYTES:
+            if not self.num_saves_dropped:
+                _log.warning("the KV store is behind: some blocks are not saved")
             self.num_saves_dropped += chain.num_blocks
             return
         buffer, wait = self._blocks().gather(block_ids[: chain.num_blocks])
