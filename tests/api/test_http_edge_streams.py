@@ -275,7 +275,9 @@ def test_stop_lets_running_answers_end_and_closes_the_rest() -> None:
             stopping = asyncio.create_task(running.server.stop(5))
             assert await idle.is_closed()
             await partial.send(b"defghij")
-            assert (await partial.read_head()).headers["connection"] == "close", "it was on its way, and is the last there"
+            assert (await partial.read_head()).headers["connection"] == "close", (
+                "it was on its way, and is the last there"
+            )
             busy.append(partial)
             with pytest.raises(ConnectionRefusedError):
                 await asyncio.open_connection("127.0.0.1", running.port)
