@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _CONNECT_S = 2.0
 _LIST_PAGE = 5000
+_FILE_WIDTH = 250
 _TIERS = ("host", "disk")
 _PEER_HELP = "another node whose host tier is read; may be repeated"
 
@@ -175,16 +176,17 @@ async def _stat(args: argparse.Namespace) -> int:
             str(tier.num_hits), str(tier.num_misses), str(tier.num_evicted), str(tier.num_refused),
             str(tier.num_damaged), f"{tier.load_ms_per_mib:.2f}",
         )  # fmt: skip
-    console = Console()
+    console = _console()
     console.print(table)
     for tier in report.tiers:
         if tier.problem:
             console.print(f"{tier.tier}: {tier.problem}", style="red", markup=False)
-    console.print(f"clients: {', '.join(report.clients)}", markup=False)
+    console.print(f"clients: {', '.join(report.clients)}", soft_wrap=True, markup=False)
     console.print(
         f"{about_bytes(report.pinned_bytes)} pinned, {about_bytes(report.huge_bytes)} on huge pages, "
         f"{report.num_waiting} in line, {report.num_spills_dropped} blocks not written down, "
-        f"{report.num_stranded} places of late writers"
+        f"{report.num_stranded} places of late writers",
+        soft_wrap=True,
     )
     return 0
 
@@ -198,11 +200,19 @@ async def _ls(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
-    table = Table(*(rows[0] if rows else ("nothing is stored",)), box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for title in rows[0] if rows else ("nothing is stored",):
+        table.add_column(title, overflow="fold")
     for row in rows:
         table.add_row(*map(str, row.values()))
-    Console().print(table)
+    _console().print(table)
     return 0
+
+
+def _console() -> Console:
+    """For names that are shown as they are; what a program reads is not cut to the width of a terminal."""
+    width = None if Console().is_terminal else _FILE_WIDTH
+    return Console(width=width, markup=False, emoji=False)
 
 
 async def _blocks(client: StoreClient, args: argparse.Namespace) -> list[wire.BlockEntry]:
