@@ -1,13 +1,14 @@
 """One life of a vLLM engine on the store's connector; run by an interpreter that has vLLM.
 
-    VLLM_PYTHON tests/vllm_store_life.py SOCKET MODEL_FOLDER TOKENS [damage]    one JSON line per prompt
+    VLLM_PYTHON tests/vllm_store_life.py SOCKET MODEL_FOLDER TOKENS [CONNECTOR]    one JSON line per prompt
 
-With `damage`, each byte that is loaded is changed before it is put in place.
+CONNECTOR is another class of this module: one that changes each byte that is loaded, or one that loads too little.
 """
 
 import json
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import torch
 from vllm import LLM, SamplingParams
@@ -15,6 +16,7 @@ from vllm.config import KVTransferConfig
 
 from headwater.kv.connectors import vllm_worker
 from headwater.kv.connectors.vllm import HeadwaterConnector as Sound
+from headwater.kv.node.store import Piece
 
 
 class DamagingCopier(vllm_worker.BlockCopier):
@@ -28,12 +30,26 @@ class DamagingConnector(Sound):
         super().register_kv_caches(kv_caches)
 
 
+class ShortConnector(Sound):
+    """Of the first load 10 blocks come, of the second none."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        agent = self._worker._agent
+        load, counts = agent.load, iter((10, 0))
+
+        def load_some(chain: Piece, into: Sequence[memoryview], *, timeout_s: float) -> "Future[int]":
+            count = next(counts)
+            return load(chain.part(0, count), into[:count], timeout_s=timeout_s)
+
+        agent.load = load_some
+
+
 def main() -> None:
-    socket, model, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    damage = sys.argv[4:] == ["damage"]
+    socket, model, count, *other = sys.argv[1:]
     transfer = KVTransferConfig(
-        kv_connector="DamagingConnector" if damage else "HeadwaterConnector",
-        kv_connector_module_path="vllm_store_life" if damage else "headwater.kv.connectors.vllm",
+        kv_connector=other[0] if other else "HeadwaterConnector",
+        kv_connector_module_path="vllm_store_life" if other else "headwater.kv.connectors.vllm",
         kv_role="kv_both",
         kv_connector_extra_config={"socket": socket, "fingerprint": "tiny"},
     )
@@ -51,7 +67,7 @@ def main() -> None:
     )
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     for seed in range(2):
-        tokens = [3 + (seed * 7919 + number * 104729) % 90 for number in range(count)]
+        tokens = [3 + (seed * 7919 + number * 104729) % 90 for number in range(int(count))]
         (done,) = engine.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
         print(json.dumps({"tokens": list(done.outputs[0].token_ids), "cached": done.num_cached_tokens}), flush=True)
 

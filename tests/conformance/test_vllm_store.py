@@ -54,6 +54,8 @@ def test_a_restarted_engine_gets_its_prefix_back(model: Path, run_folder: Path) 
         restarted = life(socket, model)
         assert [one["cached"] for one in restarted] == [(TOKENS - 1) // BLOCK * BLOCK] * 2
         assert [one["tokens"] for one in restarted] == [one["tokens"] for one in computed]
-        damaged = life(socket, model, "damage")
+        short = life(socket, model, "ShortConnector")
+        assert [one["tokens"] for one in short] == [one["tokens"] for one in computed], "what did not come was computed"
+        damaged = life(socket, model, "DamagingConnector")
         assert damaged[0]["cached"] > 0
         assert [one["tokens"] for one in damaged] != [one["tokens"] for one in computed], "the control"
