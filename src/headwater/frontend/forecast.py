@@ -68,7 +68,8 @@ class Forecast:
         wait_s = self.wait_s(model, tenant, now)
         if wait_s > _MARGIN * allowed_s:
             raise Overloaded(
-                f"the first token would take about {wait_s:.1f} s, longer than the {max(0.0, allowed_s):.1f} s allowed",
+                f"the first token would take about {wait_s:.1f} s, more than {_MARGIN:.0%} "
+                f"of the {max(0.0, allowed_s):.1f} s allowed",
                 retry_after_s=min(_LONGEST_RETRY_S, max(1.0, wait_s - _MARGIN * allowed_s)),
             )
 
