@@ -89,7 +89,7 @@ class StoreClient:
         self.num_offers_dropped = 0
         """Blocks that were not even tried because too much was under way."""
         self.num_damaged = 0
-        self.problem = "not started"
+        self.problem = "no answer yet"
         """Why there is no store now; empty if there is."""
 
     async def start(self, *, patience_s: float = 0.0) -> None:

@@ -249,7 +249,10 @@ def _listen(path: Path) -> socket.socket:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.exists() and _answers(path):
-            raise ConfigError(f"another store serves {path} already", hint="`headwater kv stat` shows it")
+            raise ConfigError(
+                f"another store serves {path} already",
+                hint="`headwater kv stat` shows it; --socket, for `headwater serve` --kv-socket, names another place",
+            )
         path.unlink(missing_ok=True)
         before = os.umask(0o177)
         try:
