@@ -51,9 +51,9 @@ def ask(url: str, path: str = "/v1/completions", **fields: Any) -> Reply:
     return call(f"{url}{path}", {"model": MODEL, **fields})
 
 
-def test_token_ids_events_and_a_restart(server: DoubleThread, tmp_path: Path) -> None:
+def test_token_ids_events_and_a_restart(server: DoubleThread, run_folder: Path) -> None:
     prompt = list(range(20, 120))
-    with demo_cluster(tmp_path, "--attach", server.double.url, "--tokenizer", str(server.tokenizer)) as url:
+    with demo_cluster(run_folder, "--attach", server.double.url, "--tokenizer", str(server.tokenizer)) as url:
         first = ask(url, prompt=prompt, max_tokens=5).json()
         assert first["usage"] == {**first["usage"], "prompt_tokens": 100, "completion_tokens": 5}
         streamed = ask(url, prompt=prompt, max_tokens=5, stream=True).text
@@ -85,9 +85,9 @@ def test_token_ids_events_and_a_restart(server: DoubleThread, tmp_path: Path) ->
         assert same["worker_id"] == worker["worker_id"]
 
 
-def test_requests_and_answers_pass_as_they_are(server: DoubleThread, tmp_path: Path) -> None:
+def test_requests_and_answers_pass_as_they_are(server: DoubleThread, run_folder: Path) -> None:
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]
-    with demo_cluster(tmp_path, "--attach", server.double.url, "--attach-as", "openai") as url:
+    with demo_cluster(run_folder, "--attach", server.double.url, "--attach-as", "openai") as url:
         assert call(f"{url}/v1/models").json()["data"][0]["id"] == MODEL
         chat = "/v1/chat/completions"
         whole = ask(url, chat, messages=messages, some_field_of_theirs=[1])

@@ -20,8 +20,8 @@ CHECKS = [not_a_server_error, content_type_conformance, response_schema_conforma
 
 
 @pytest.mark.model
-def test_generated_requests_are_answered_as_the_schema_says(tmp_path: Path) -> None:
-    with demo_cluster(tmp_path, "--engine", "mocker", "--mocker-speedup", "0") as url:
+def test_generated_requests_are_answered_as_the_schema_says(run_folder: Path) -> None:
+    with demo_cluster(run_folder, "--engine", "mocker", "--mocker-speedup", "0") as url:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
             model = json.load(answer)["data"][0]["id"]
         operations = [

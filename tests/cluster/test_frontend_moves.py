@@ -264,6 +264,7 @@ def test_a_stream_moves_so_often_and_no_more(play) -> None:
             await until(lambda token=token: len(sink.token_ids) == token + 1)
             await worker.close()
             await until(lambda worker=worker: rig.view.worker(worker.worker_id) is None)
+        await until(lambda: sink.error is not None)
         assert isinstance(sink.error, WorkerLost)
         assert "had moved 2 times" in str(sink.error)
 

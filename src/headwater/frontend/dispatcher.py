@@ -260,7 +260,8 @@ class ClusterDispatcher:
         if self._next_pump is not None:
             self._next_pump.cancel()
         for stream in list(self._streams):
-            self._fail(stream, Draining("this frontend was shut down"))
+            if self._streams.find(stream.number) is not None:  # whoever was told may have ended others
+                self._fail(stream, Draining("this frontend was shut down"))
 
     # -- the queue ----------------------------------------------------------------------------------------------
 

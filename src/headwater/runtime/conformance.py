@@ -1,6 +1,7 @@
 """What the conformance suites of the runtime contracts share: a loop per check, and nothing left behind."""
 
 import asyncio
+import gc
 import os
 import threading
 import time
@@ -36,6 +37,7 @@ def run_leak_checked(check: Coroutine[Any, Any, None]) -> None:
     _run(asyncio.sleep(0))  # the first loop of a process opens descriptors that stay
     before = _held()
     _run(_without_leftover_tasks(check))
+    gc.collect()  # what an exception's traceback still names is not left behind
     deadline = time.monotonic() + _SETTLE_S
     while (left := _held() - before) and time.monotonic() < deadline:
         time.sleep(0.005)
