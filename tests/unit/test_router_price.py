@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headwater.errors import ConfigError
@@ -55,6 +55,7 @@ busy = st.builds(
     crowd=st.integers(0, 50),
     share=st.floats(0, 1),
 )
+@example([(Busy(0, 0.0, 0, 0, 0, 1600, 1.0), UNKNOWN, 0.0)], 1, 1, 0.0, 0.0, 0, 1.0)
 def test_totals_are_the_sums_of_the_parts(
     workers: list[tuple[Busy, StepCosts, float]],
     prompt: int,

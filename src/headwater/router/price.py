@@ -238,12 +238,14 @@ def price(costs: StepCosts, weights: Profile, worker: Occupied, placement: Place
     slower_ms = costs.decode_sequence_ms * num_sequences + costs.decode_context_token_ms * prompt_tokens
     before_ms = costs.decode_ms(prefilling + decoding, context)
     first_token_ms = prefill_ms + (worker.speed_factor - 1.0) * backlog_ms
+    successors_ms = 0.0
     if prefilling or decoding:
         first_token_ms += before_ms * math.ceil(tokens / costs.chunk_tokens)
+        successors_ms = costs.prefills_ms(prefilling + decoding, worker.booked_kv_tokens)
     return Price(
         first_token_ms,
         weights.own_decode * rest * (before_ms + slower_ms),
-        weights.successors * costs.prefills_ms(prefilling + decoding, worker.booked_kv_tokens),
+        weights.successors * successors_ms,
         added_ms * (weights.stall_decoding * decoding + weights.stall * prefilling),
         weights.slow_down * slower_ms * (rest / 2) * (decoding / 2 + prefilling),
         (weights.worker_time + weights.churn_time * churn + weights.crowd_time * crowd) * added_ms,
