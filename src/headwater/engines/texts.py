@@ -3,11 +3,13 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import ProgressSink
 from headwater.errors import ModelError
 from headwater.weights import documents
+from headwater.weights.base import ResolvedModel
 from headwater.weights.resolve import resolve
 
 
@@ -24,22 +26,27 @@ class ModelTexts:
     default_sampling: dict[str, float]
     fingerprint: str
 
+    @classmethod
+    def of(cls, model: ResolvedModel) -> Self:
+        """As resolved."""
+        return cls(
+            model.name,
+            model.tokenizer_json,
+            model.tokenizer_config,
+            model.chat_template,
+            model.bos_token_id,
+            model.eos_token_ids,
+            model.default_sampling,
+            model.fingerprint,
+        )
+
 
 def model_texts(config: EngineConfig, progress: ProgressSink) -> ModelTexts:
     """From the tokenizer's folder when one is given, else from the resolved model. Raises `ModelError`."""
     if config.tokenizer is not None:
         return _beside_tokenizer(config, Path(config.tokenizer).expanduser())
     model = resolve(config.model, revision=config.revision, chat_template=config.chat_template, progress=progress)
-    return ModelTexts(
-        model.name,
-        model.tokenizer_json,
-        model.tokenizer_config,
-        model.chat_template,
-        model.bos_token_id,
-        model.eos_token_ids,
-        model.default_sampling,
-        model.fingerprint,
-    )
+    return ModelTexts.of(model)
 
 
 def _beside_tokenizer(config: EngineConfig, path: Path) -> ModelTexts:

@@ -138,12 +138,7 @@ class PerfModel:
 
     def observe_step(self, hardware: str, worker: str, timing: StepTiming) -> None:
         """Take in one step; only the worker's own standing if it is an odd one out of its class."""
-        shape = StepShape(
-            timing.num_prefill_tokens,
-            timing.num_prefill_context_tokens,
-            timing.num_decode_sequences,
-            timing.num_decode_context_tokens,
-        )
+        shape = StepShape.of(timing)
         model, peers = self.steps(hardware), self.peers(hardware)
         expected_ms = model.step_ms(shape)
         if expected_ms > 0 and 0 < timing.duration_ms < math.inf:

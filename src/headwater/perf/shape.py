@@ -1,6 +1,9 @@
 """What is in one engine step."""
 
 from dataclasses import dataclass
+from typing import Self
+
+from headwater.protocol.events import StepTiming
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,6 +13,16 @@ class StepShape:
     """Sum over new tokens of the tokens each attends to."""
     decode_sequences: float = 0.0
     decode_context_tokens: float = 0.0
+
+    @classmethod
+    def of(cls, timing: StepTiming) -> Self:
+        """Of a step that was measured."""
+        return cls(
+            timing.num_prefill_tokens,
+            timing.num_prefill_context_tokens,
+            timing.num_decode_sequences,
+            timing.num_decode_context_tokens,
+        )
 
     def features(self) -> tuple[float, ...]:
         return (

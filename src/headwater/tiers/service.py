@@ -93,13 +93,7 @@ class KvTiers:
     def observe(self, report: LoadReport) -> None:
         """Step times: what computing costs here."""
         for timing in report.timings:
-            shape = StepShape(
-                timing.num_prefill_tokens,
-                timing.num_prefill_context_tokens,
-                timing.num_decode_sequences,
-                timing.num_decode_context_tokens,
-            )
-            self._steps.observe(shape, timing.duration_ms)
+            self._steps.observe(StepShape.of(timing), timing.duration_ms)
 
     def counts(self) -> StoreCounts | None:
         onloader, offloader = self._onloader, self._offloader

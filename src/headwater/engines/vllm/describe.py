@@ -25,17 +25,7 @@ def resolved(config: EngineConfig, progress: ProgressSink) -> tuple[ModelTexts, 
     model = resolve(config.model, revision=config.revision, chat_template=config.chat_template, progress=progress)
     if model.kind != "safetensors":
         raise ModelError(f"{model.origin} is a GGUF file, which is served by --engine native; vLLM wants safetensors")
-    texts = ModelTexts(
-        model.name,
-        model.tokenizer_json,
-        model.tokenizer_config,
-        model.chat_template,
-        model.bos_token_id,
-        model.eos_token_ids,
-        model.default_sampling,
-        model.fingerprint,
-    )
-    return texts, str(model.weight_files[0].parent)
+    return ModelTexts.of(model), str(model.weight_files[0].parent)
 
 
 def engine_info(config: EngineConfig, texts: ModelTexts, llm: AsyncLLM, adapters: list[str]) -> EngineInfo:
