@@ -22,7 +22,7 @@ from headwater.kv.node import wire  # noqa: E402
 from headwater.kv.node.benchmark import store_process  # noqa: E402
 from headwater.kv.node.client import StoreClient  # noqa: E402
 from headwater.kv.stores.disk import DiskOptions, DiskTier  # noqa: E402
-from headwater.kv.stores.host import TierOptions  # noqa: E402
+from headwater.kv.stores.ledgered import TierOptions  # noqa: E402
 from headwater.kv.table import Record  # noqa: E402
 from kv_fixtures import buffers, payload_of  # noqa: E402
 

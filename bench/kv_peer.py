@@ -18,7 +18,8 @@ from headwater.config.units import parse_bytes
 from headwater.kv.block import ROOT, Block, Family
 from headwater.kv.checksum import checksum
 from headwater.kv.identity import chain_block_ids, split_block_ids
-from headwater.kv.stores.host import LOCAL, HostTier, TierOptions
+from headwater.kv.stores.host import LOCAL, HostTier
+from headwater.kv.stores.ledgered import TierOptions
 from headwater.kv.stores.peer import PeerOptions, PeerTier
 from headwater.kv.stores.peer_offer import PeerOffer
 from headwater.transfer.agent import Agent

@@ -32,7 +32,8 @@ from headwater.kv.policies import make_policy
 from headwater.kv.shares import Shares
 from headwater.kv.space import Space, chunk_bytes_for
 from headwater.kv.stores.disk import DiskOptions, DiskTier
-from headwater.kv.stores.host import HostTier, TierOptions
+from headwater.kv.stores.host import HostTier
+from headwater.kv.stores.ledgered import TierOptions
 from headwater.kv.table import RECORD_BYTES, BlockTable, index_bytes
 from kv_fixtures import chain, family_of, payload_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headwater.clock import RealClock
 from headwater.kv.stores.disk import DiskOptions, DiskTier
-from headwater.kv.stores.host import TierOptions
+from headwater.kv.stores.ledgered import TierOptions
 from kv_fixtures import blocks_of, chain, family_of
 
 

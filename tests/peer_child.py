@@ -8,7 +8,8 @@ import sys
 
 from headwater.clock import RealClock
 from headwater.kv.stores.conformance import Run
-from headwater.kv.stores.host import HostTier, TierOptions
+from headwater.kv.stores.host import HostTier
+from headwater.kv.stores.ledgered import TierOptions
 from headwater.kv.stores.peer_offer import PeerOffer
 from headwater.transfer.agent import Agent
 from headwater.transfer.options import AgentOptions

@@ -23,7 +23,7 @@ from headwater.kv.block import Block
 from headwater.kv.checksum import checksum
 from headwater.kv.node.benchmark import Buffers, measure_lookups, store_process
 from headwater.kv.stores.disk import DiskOptions, DiskTier
-from headwater.kv.stores.host import TierOptions
+from headwater.kv.stores.ledgered import TierOptions
 
 
 def lmcache(program: str, keys: int, kib: int, rounds: int) -> dict[str, float]:

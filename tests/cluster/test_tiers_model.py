@@ -18,7 +18,7 @@ from headwater.kv.node.open import NodeOptions, open_store
 from headwater.kv.node.server import Server
 from headwater.kv.node.store import NodeStore
 from headwater.kv.stores.disk import DiskOptions
-from headwater.kv.stores.host import TierOptions
+from headwater.kv.stores.ledgered import TierOptions
 from headwater.protocol.events import BlocksStored
 from headwater.protocol.request import EngineRequest, StructuredSpec
 from headwater.runtime.conformance import eventually, run_leak_checked

@@ -21,7 +21,8 @@ from headwater.kv.pricing import ComputeRate
 from headwater.kv.resident import ResidentBlocks
 from headwater.kv.stores.base import TierStore
 from headwater.kv.stores.finishing import finished
-from headwater.kv.stores.host import HostTier, TierOptions
+from headwater.kv.stores.host import HostTier
+from headwater.kv.stores.ledgered import TierOptions
 from headwater.kv.stores.memory import MemoryTier
 from headwater.kv.table import BlockTable
 from headwater.runtime.conformance import eventually, run_leak_checked

@@ -23,7 +23,7 @@ from headwater.kv.node.client import StoreClient
 from headwater.kv.node.open import NodeOptions, default_socket, parse_disk, serve_store
 from headwater.kv.node.peering import Address, PeeringOptions, parse_address, read_key
 from headwater.kv.stores.disk import DiskOptions
-from headwater.kv.stores.host import TierOptions
+from headwater.kv.stores.ledgered import TierOptions
 from headwater.logs import configure_logging
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from headwater.config.schema import KvConfig
 from headwater.kv.node.open import NodeOptions, default_socket, parse_disk
 from headwater.kv.node.peering import PeeringOptions, parse_address, read_key
 from headwater.kv.stores.disk import DiskOptions
-from headwater.kv.stores.host import TierOptions
+from headwater.kv.stores.ledgered import TierOptions
 
 _LEAST_HOST_BYTES = 1 << 30
 """What comes from lower tiers passes through the host tier."""

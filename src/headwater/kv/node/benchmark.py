@@ -27,7 +27,7 @@ from headwater.kv.node.store import PIECE_BYTES, Piece
 from headwater.kv.stores.disk import DiskOptions, DiskTier
 from headwater.kv.stores.disk_io import DiskIo
 from headwater.kv.stores.disk_io import Piece as DiskPiece
-from headwater.kv.stores.host import TierOptions
+from headwater.kv.stores.ledgered import TierOptions
 from headwater.transfer.memory import address_of, allocate
 
 T = TypeVar("T")

@@ -22,7 +22,8 @@ from headwater.kv.node.server import Server
 from headwater.kv.node.store import NodeStore
 from headwater.kv.stores.base import TierStore
 from headwater.kv.stores.disk import DiskOptions, DiskTier
-from headwater.kv.stores.host import HostTier, TierOptions
+from headwater.kv.stores.host import HostTier
+from headwater.kv.stores.ledgered import TierOptions
 from headwater.kv.stores.quantized import QuantizedTier
 from headwater.types import Tier
 

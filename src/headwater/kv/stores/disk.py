@@ -11,22 +11,21 @@ The tier refuses work while the medium does not answer (`TierUnavailable`), and 
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.clock import Clock
-from headwater.errors import StoreClosed, TierUnavailable
+from headwater.errors import TierUnavailable
 from headwater.kv.block import Block, Family
-from headwater.kv.lifecycle import Refusal
 from headwater.kv.space import Space
-from headwater.kv.stores.base import Absent, Kept, TierEvent, TierUsage
+from headwater.kv.stores.base import Absent, Kept, TierUsage
 from headwater.kv.stores.breaker import Breaker
 from headwater.kv.stores.disk_files import DiskFiles
 from headwater.kv.stores.disk_io import DiskIo, Outcome, Piece
-from headwater.kv.stores.host import KEPT, BlockWorth, TierOptions, equal_worth, in_steps, make_ledger, usage_of
-from headwater.kv.table import RECORD_BYTES, BlockTable, index_bytes, residents
+from headwater.kv.stores.ledgered import BlockWorth, LedgerTier, TierOptions, equal_worth, kept, make_ledger, usage_of
+from headwater.kv.table import RECORD_BYTES, BlockTable, index_bytes
 from headwater.types import Tier
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class DiskOptions:
     """Calls in flight; more wait their turn."""
 
 
-class DiskTier:
+class DiskTier(LedgerTier):
     """See the module docstring."""
 
     tier: Tier = "disk"
@@ -57,12 +56,12 @@ class DiskTier:
         """Opens or makes the folder; raises `ConfigError`."""
         tier = options.tier
         self.options = options
-        self._clock = clock
         self._files = DiskFiles(options.folder, tier.cap_bytes, tier.num_records, direct=options.direct)
         sizes = self._files.sizes
         records = memoryview(self._files.records)[: sizes.num_records * RECORD_BYTES]
         table = BlockTable(records, memoryview(bytearray(index_bytes(sizes.num_records))))
-        self.ledger = make_ledger("disk", tier, table, Space(sizes.data_bytes, sizes.chunk_bytes), worth)
+        space = Space(sizes.data_bytes, sizes.chunk_bytes)
+        super().__init__(make_ledger("disk", tier, table, space, worth), clock)
         started = clock.now()
         self.num_useless = self.ledger.recover(self._files.manifest.families)
         """Records of a former life that could not be used."""
@@ -71,14 +70,6 @@ class DiskTier:
         self._turns = asyncio.Semaphore(options.max_calls)
         self._num_failed = 0
         self._breaker = Breaker(clock, random.Random().random, threshold=_FAILURES_BEFORE_PAUSE)
-        self._closed = False
-
-    def known(self, ids: bytes) -> bytes:
-        return self.ledger.table.known(ids)
-
-    async def contains(self, family: Family, ids: bytes, first: int = 0) -> bytes:
-        self._check_open()
-        return self.known(ids)
 
     async def put(self, family: Family, blocks: Sequence[Block], payloads: Sequence[memoryview]) -> list[Kept]:
         async with self._working():
@@ -88,29 +79,10 @@ class DiskTier:
         async with self._working():
             return await self._get(family, ids, into)
 
-    async def remove(self, ids: bytes) -> int:
-        self._check_open()
-        return self.ledger.remove(ids)
-
-    async def clear(self, *, tenant: str | None = None, model: str | None = None) -> int:
-        self._check_open()
-        return await in_steps(self.ledger.clear(tenant=tenant, model=model))
-
     def usage(self) -> TierUsage:
         overhead = self._files.sizes.records_bytes
         used = self.ledger.space.used_bytes + overhead if not self._closed else 0
         return usage_of(self.ledger, used, self.options.tier.cap_bytes, self._num_failed)
-
-    def drain_events(self) -> list[TierEvent]:
-        return self.ledger.drain_events()
-
-    def resident(self) -> Iterator[tuple[bytes, bytes]]:
-        return residents(self.ledger.table.snapshot())
-
-    def tick(self) -> None:
-        """As `HostTier.tick`."""
-        self.ledger.expire(self._clock.now())
-        self.ledger.trim()
 
     async def close(self) -> None:
         if self._closed:
@@ -145,10 +117,7 @@ class DiskTier:
                 checksums = {piece.number: piece.checksum for piece in pieces if piece.number in set(done)}
         finally:
             committed.update(self.ledger.commit(_HOLDER, ticket, checksums, int(self._clock.epoch())))
-        return [
-            KEPT[answer] if isinstance(answer, Refusal) else (Kept.STORED if answer in committed else Kept.FAILED)
-            for answer in answers
-        ]
+        return kept(answers, committed)
 
     async def _get(self, family: Family, ids: bytes, into: Sequence[memoryview]) -> list[Block | Absent]:
         now, now_s = self._clock.now(), int(self._clock.epoch())
@@ -204,10 +173,6 @@ class DiskTier:
                 yield
             finally:
                 self._breaker.abandon()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosed("the disk tier is closed")
 
     def _check_stalled(self) -> None:
         stalled_s = self._io.stalled_s()
