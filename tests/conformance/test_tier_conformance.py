@@ -8,7 +8,8 @@ from headwater.clock import RealClock
 from headwater.kv.stores.base import TierStore
 from headwater.kv.stores.conformance import PAYLOAD_BYTES, ROOM_BLOCKS, TierConformance
 from headwater.kv.stores.disk import DiskOptions, DiskTier
-from headwater.kv.stores.host import HostTier, TierOptions
+from headwater.kv.stores.host import HostTier
+from headwater.kv.stores.ledgered import TierOptions
 from headwater.kv.stores.memory import MemoryTier
 
 

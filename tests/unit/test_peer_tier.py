@@ -21,7 +21,8 @@ from headwater.kv.block import Block
 from headwater.kv.resident import ResidentBlocks
 from headwater.kv.stores.base import Absent, Kept
 from headwater.kv.stores.conformance import FAMILY, OTHER, PAYLOAD_BYTES, Run, only
-from headwater.kv.stores.host import HostTier, TierOptions
+from headwater.kv.stores.host import HostTier
+from headwater.kv.stores.ledgered import TierOptions
 from headwater.kv.stores.peer import PeerOptions, PeerTier
 from headwater.kv.stores.peer_offer import PeerOffer
 from headwater.runtime.conformance import eventually
