@@ -14,7 +14,7 @@ import pytest
 
 from headwater.clock import RealClock, VirtualClock
 from headwater.errors import ConfigError
-from headwater.frontend import request_log
+from headwater.frontend import background_lines, request_log
 from headwater.frontend.request_log import EndedRequest, RequestLog
 from headwater.kv.identity import chain_block_ids, num_shared_blocks
 from headwater.protocol.request_log import LoggedRequest
@@ -107,12 +107,13 @@ def test_a_full_file_is_kept_under_a_number_and_the_oldest_goes(tmp_path: Path) 
 
 
 def wait_until_written(log: RequestLog) -> None:
-    log._wake.set()
+    lines = log._lines
+    lines._wake.set()
     deadline = time.monotonic() + 10
-    while log._pending or log._noted_bytes != log._taken_bytes:
+    while lines._pending or lines._noted_bytes != lines._taken_bytes:
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    log._wake.clear()
+    lines._wake.clear()
     time.sleep(0.02)
 
 
@@ -145,7 +146,7 @@ def test_what_waits_is_bounded_and_losses_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(request_log, "_MAX_PENDING", 5)
-    monkeypatch.setattr(request_log, "_FLUSH_INTERVAL_S", 60.0)
+    monkeypatch.setattr(background_lines, "_FLUSH_INTERVAL_S", 60.0)
     log = opened(tmp_path / "requests.jsonl")
     for _ in range(8):
         log.note(ended())
@@ -158,7 +159,7 @@ def test_what_waits_is_bounded_and_losses_are_counted(
 
 def test_bytes_that_wait_are_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_log, "_MAX_PENDING_BYTES", 250)
-    monkeypatch.setattr(request_log, "_FLUSH_INTERVAL_S", 60.0)
+    monkeypatch.setattr(background_lines, "_FLUSH_INTERVAL_S", 60.0)
     log = opened(tmp_path / "requests.jsonl")
     for _ in range(4):
         log.note(ended())
@@ -171,9 +172,9 @@ def test_a_full_disk_costs_rows_and_nothing_else(tmp_path: Path, caplog: pytest.
     path = tmp_path / "requests.jsonl"
     log = opened(path)
     full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, log._file._descriptor)
+    os.dup2(full, log._lines._file._descriptor)
     os.close(full)
-    log._file._is_stale = lambda: False  # type: ignore[method-assign]
+    log._lines._file._is_stale = lambda: False  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
         log.note(ended())
         log.close()

@@ -1,19 +1,14 @@
 """Writes the log of served requests (`headwater.protocol.request_log`) beside the work, never in its way.
 
-`note` costs an append. A thread hashes, encodes and writes whole lines at the end of the file, so that the frontends
-of a host may share one. When the file is full it becomes FILE.1, FILE.1 becomes FILE.2, and so on; the oldest is
-deleted. What waits to be written is bounded in number and bytes; what does not fit, or cannot be written because the
-disk is full, is dropped and counted, and said once a minute. FILE.key holds the key of the hashes; delete it, and what
-is logged from then on can no longer be matched with what was before.
+`note` costs an append; hashing and encoding is left to `headwater.frontend.background_lines`, and the frontends of a
+host may share a file (`headwater.frontend.line_file`). FILE.key holds the key of the hashes; delete it, and what is
+logged from then on can no longer be matched with what was before.
 """
 
 import fcntl
-import logging
 import os
 import secrets
-import threading
 from base64 import b64encode
-from collections import deque
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -23,20 +18,16 @@ import msgspec
 
 from headwater.clock import Clock
 from headwater.errors import ConfigError
+from headwater.frontend.background_lines import BackgroundLines
 from headwater.frontend.line_file import LineFile
 from headwater.frontend.submission import Submission
 from headwater.protocol.request_log import FORMAT, KEY_BYTES, VERSION, LoggedRequest, LogHeader, Outcome
 from headwater.types import BLOCK_ID_BYTES
 
-logger = logging.getLogger(__name__)
-
 _SECRET_BYTES = 32
 _NAME_BYTES = 8
 _MAX_PENDING = 8192
 _MAX_PENDING_BYTES = 32 * 1024 * 1024
-_FLUSH_INTERVAL_S = 1.0
-_COMPLAIN_INTERVAL_S = 60.0
-_CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,72 +87,32 @@ class RequestLog:
 
     def __init__(self, path: Path, clock: Clock, *, max_bytes: int, kept_files: int) -> None:
         """Raises `ConfigError` when the file or its key cannot be written."""
-        self._clock = clock
-        self._pending: deque[EndedRequest] = deque()
-        # Each of these is written by one thread only.
-        self._noted_bytes = self._num_refused = 0
-        self._taken_bytes = self._num_lost = 0
-        self._wake = threading.Event()
-        self._closing = False
-        self._complained = float("-inf")
-        self._told = 0
         try:
             header = msgspec.json.encode(LogHeader(FORMAT, VERSION)) + b"\n"
-            self._file = LineFile(path, _key_path(path), max_bytes=max_bytes, kept_files=kept_files, header=header)
+            file = LineFile(path, _key_path(path), max_bytes=max_bytes, kept_files=kept_files, header=header)
             self._secret = _secret(path)
         except OSError as error:
             raise ConfigError(f"cannot record requests in {path}: {error.strerror}") from error
-        self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
-        self._thread.start()
+        self._lines: BackgroundLines[EndedRequest] = BackgroundLines(
+            file,
+            lambda ended: msgspec.json.encode(self._logged(ended)),
+            clock,
+            loss="requests could not be recorded",
+            max_pending=_MAX_PENDING,
+            max_pending_bytes=_MAX_PENDING_BYTES,
+        )
 
     @property
     def num_dropped(self) -> int:
-        return self._num_refused + self._num_lost
+        return self._lines.num_dropped
 
     def note(self, ended: EndedRequest) -> None:
         """Never waits and never raises."""
-        size = len(ended.block_ids)
-        pending_bytes = self._noted_bytes - self._taken_bytes
-        if len(self._pending) >= _MAX_PENDING or pending_bytes + size > _MAX_PENDING_BYTES:
-            self._num_refused += 1
-            return
-        self._noted_bytes += size
-        self._pending.append(ended)
+        self._lines.add(ended, len(ended.block_ids))
 
     def close(self) -> None:
         """Write what waits. Idempotent."""
-        self._closing = True
-        self._wake.set()
-        self._thread.join(_CLOSE_TIMEOUT_S)
-
-    def _run(self) -> None:
-        while not self._closing:
-            self._wake.wait(_FLUSH_INTERVAL_S)
-            self._flush()
-        self._flush()
-        self._file.close()
-
-    def _flush(self) -> None:
-        batch: list[EndedRequest] = []
-        while self._pending:
-            batch.append(self._pending.popleft())
-        if batch:
-            self._taken_bytes += sum([len(ended.block_ids) for ended in batch])
-            try:
-                self._file.append([msgspec.json.encode(self._logged(ended)) + b"\n" for ended in batch])
-            except OSError as error:
-                self._num_lost += len(batch)
-                self._complain(f": {error.strerror}")
-        if self.num_dropped > self._told:
-            self._complain("")
-
-    def _complain(self, reason: str) -> None:
-        now = self._clock.now()
-        if now - self._complained < _COMPLAIN_INTERVAL_S:
-            return
-        self._complained = now
-        self._told = self.num_dropped
-        logger.warning("%d requests could not be recorded%s", self.num_dropped, reason)
+        self._lines.close()
 
     def _logged(self, ended: EndedRequest) -> LoggedRequest:
         ids = ended.block_ids
