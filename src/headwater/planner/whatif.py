@@ -2,7 +2,7 @@
 
 One engine step is one event, and decode steps between arrivals and ends are taken at once. Decodes go first, prompts
 follow in order of arrival in chunks, long ones lending half of a step to shorter ones, as the production scheduler
-does it. Placement is by the router's price (`headwater.router.price`), taken apart into who prefills and who decodes.
+does it. Placement is by a price like the router's, taken apart into who prefills and who decodes.
 
 A remote prefill: the decode worker reserves room for the whole sequence before the request is sent to the prefill
 worker; that one keeps its blocks until the transfer ends. What finds no room waits at the decode worker in order.
@@ -27,7 +27,8 @@ STALL = 0.4
 STALL_DECODING = 0.15
 SLOW_DOWN = 0.5
 WORKER_TIME = 1.0
-"""Weights of `headwater.router.price.END_TO_END`."""
+"""Of a price with fewer parts than `headwater.router.price`, which weighs churn, crowds and successors too: the plans of
+`bench/disagg_study.py` were measured with these."""
 LOOSE_STALL = 1.0
 """Per decode that a prefill outside the plan holds up: here the whole of its delay counts."""
 

@@ -33,10 +33,6 @@ class LineLog:
             durable=True,
         )
 
-    @property
-    def num_dropped(self) -> int:
-        return self._lines.num_dropped
-
     def write(self, line: msgspec.Struct) -> None:
         """Never waits and never raises."""
         self._lines.add(line)
