@@ -52,7 +52,7 @@ class Save:
 class StepTransfers:
     """What the worker does around one forward pass."""
 
-    loads: list[tuple[int, bytes]] = field(default_factory=list)
+    loads: list[tuple[int, bytearray]] = field(default_factory=list)
     """Block id and what belongs there."""
     saves: list[Save] = field(default_factory=list)
 
@@ -107,7 +107,7 @@ class _Request:
     chain: RequestChain
     tokens: list[int] = field(default_factory=list[int])
     block_ids: list[int] = field(default_factory=list[int])
-    held: list[bytes] = field(default_factory=list[bytes])
+    held: list[bytearray] = field(default_factory=list[bytearray])
     """Promised blocks, checked, not yet handed to the worker."""
     held_from: int = 0
     num_saved: int = 0
@@ -180,7 +180,7 @@ class HeadwaterScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
         """Its blocks were taken away; it begins anew."""
         self._forget(request.request_id)
 
-    def _load(self, chain: Piece) -> list[bytes]:
+    def _load(self, chain: Piece) -> list[bytearray]:
         shared = self._shared
         found = sum(run.num_blocks for run in shared.store.match(chain, timeout_s=2 * _ASK_S, ask_s=_ASK_S))
         room = max(0, _MAX_HELD_BYTES - self._held_bytes) // shared.payload_bytes
@@ -190,7 +190,7 @@ class HeadwaterScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
         buffers = [bytearray(shared.payload_bytes) for _ in range(chain.num_blocks)]
         try:
             loading = shared.store.load(chain, [memoryview(one) for one in buffers], timeout_s=_LOAD_S)
-            return [bytes(one) for one in buffers[: loading.result(2 * _LOAD_S)]]
+            return buffers[: loading.result(2 * _LOAD_S)]
         except (HeadwaterError, TimeoutError) as error:
             _log.warning("the KV store does not answer, blocks are computed: %s", error)
             return []
@@ -243,7 +243,7 @@ class HeadwaterWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def start_load_kv(self, stream: Any) -> None:
         for block_id, payload in self._step().loads:
             block = self._block(block_id)
-            source = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(block.dtype)
+            source = torch.frombuffer(payload, dtype=torch.uint8).view(block.dtype)
             block.copy_(source.reshape(block.shape))
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
