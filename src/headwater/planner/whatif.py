@@ -27,8 +27,8 @@ STALL = 0.4
 STALL_DECODING = 0.15
 SLOW_DOWN = 0.5
 WORKER_TIME = 1.0
-"""Of a price with fewer parts than `headwater.router.price`, which weighs churn, crowds and successors too: the plans of
-`bench/disagg_study.py` were measured with these."""
+"""Of a price with fewer parts than `headwater.router.price`, which weighs churn, crowds and successors too; what
+`bench/disagg_study.py` measured, it measured with these."""
 LOOSE_STALL = 1.0
 """Per decode that a prefill outside the plan holds up: here the whole of its delay counts."""
 
