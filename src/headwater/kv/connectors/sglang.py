@@ -46,6 +46,8 @@ class HeadwaterStorage(HiCacheStorage):  # type: ignore[misc]
         self._tenant = str(extra.get("tenant", ""))
         self._timeout_s = float(extra.get("timeout_s", _TIMEOUT_S))
         self._family: Family | None = None
+        self._dtype = torch.uint8
+        """Of a page."""
         self._namespace = b""
         self._agent = StoreAgent(socket_path(extra.get("socket")), f"sglang-{storage_config.tp_rank}")
         self._problem = ""
@@ -55,6 +57,7 @@ class HeadwaterStorage(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_pool_host(mem_pool_host)
         page = mem_pool_host.get_dummy_flat_data_page()
         layout = f"sglang.{page.dtype}.{mem_pool_host.layout}.{mem_pool_host.page_size}.{self._shard()}"
+        self._dtype = page.dtype
         self._family = Family(self._model, layout, self._tenant, page.numel() * page.element_size())
         self._namespace = namespace(self._model, layout, salt=self._tenant)
 
@@ -129,8 +132,7 @@ class HeadwaterStorage(HiCacheStorage):  # type: ignore[misc]
         except (HeadwaterError, TimeoutError) as error:
             return self._note(error, list[torch.Tensor]())
         flat = torch.frombuffer(buffer, dtype=torch.uint8)
-        dtype = self.mem_pool_host.get_dummy_flat_data_page().dtype
-        return [flat[number * size : (number + 1) * size].view(dtype) for number in range(loaded)]
+        return [flat[number * size : (number + 1) * size].view(self._dtype) for number in range(loaded)]
 
     def _offer(self, keys: list[str], pages: Sequence[torch.Tensor], extra_info: Any) -> list[bool]:
         chain = self._chain(keys, extra_info)
