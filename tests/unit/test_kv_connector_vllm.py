@@ -13,6 +13,7 @@ import torch
 
 from engine_doubles import install
 from headwater.errors import ConfigError
+from headwater.kv.block import ROOT
 from kv_process import store_process
 from vllm_connector_double import INTERFACE, Blocks, KVConnectorRole, Request, VllmEngine, cache_config, config, names
 
@@ -213,6 +214,16 @@ def test_what_it_does_not_serve_is_refused(connector: Any, socket: Path) -> None
         )
     with pytest.raises(ConfigError, match="2 KV cache groups"):
         connector.HeadwaterConnector(config(str(socket), "m"), KVConnectorRole.SCHEDULER, cache_config(8, groups=2))
+
+
+def test_the_chains_of_all_ranks_begin_at_the_root(make: Make) -> None:
+    engine, tokens = make(tp=2), prompt(12)
+    state = engine.scheduler._of_scheduler()._state(Request("a", tokens))
+    for worker in engine.workers:
+        half, chain = worker._of_worker(), state.chain.upto(tokens, 3)
+        own = half._own(chain)
+        assert own.parent == ROOT
+        assert half._own(chain.part(1, 3)) == own.part(1, 3)
 
 
 def test_blocks_of_any_layout_come_back_as_they_were(connector: Any) -> None:

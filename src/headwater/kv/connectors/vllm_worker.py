@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from headwater.errors import ConfigError, HeadwaterError
+from headwater.kv.block import ROOT
 from headwater.kv.connectors.chains import socket_path
 from headwater.kv.connectors.vllm_layout import Layout
 from headwater.kv.connectors.vllm_scheduler import Load, Save
@@ -263,9 +264,9 @@ class WorkerHalf:
         """The blocks of this rank that lie beside those of rank 0."""
         if not self._rank:
             return chain
-        ids, layout = self._layout.ids_of_rank, self._layout.family(self._rank, "").layout
-        family = type(chain.family)(chain.family.model, layout, chain.family.tenant, chain.family.payload_bytes)
-        return Piece(family, ids(chain.ids, self._rank), chain.first, ids(chain.parent, self._rank))
+        family = self._layout.family(self._rank, chain.family.tenant)
+        parent = ROOT if chain.parent == ROOT else self._layout.ids_of_rank(chain.parent, self._rank)
+        return Piece(family, self._layout.ids_of_rank(chain.ids, self._rank), chain.first, parent)
 
     def _blocks(self) -> BlockCopier:
         if self._copier is None:
