@@ -103,7 +103,7 @@ class ScriptedEngine:
 
     def fail(self) -> None:
         error = EngineFailed("the device fell off the bus")
-        outputs = [SequenceOutput(stream, [], "error", error=ErrorInfo.of(error)) for stream in self._open]
+        outputs = [SequenceOutput.failed(stream, error) for stream in self._open]
         self._open.clear()
         self._listener.on_step(outputs)
         self._listener.on_failed(error)

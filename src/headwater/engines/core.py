@@ -17,7 +17,7 @@ from headwater.clock import Clock
 from headwater.engines.base import EngineInfo, KvMemory, ProgressSink
 from headwater.errors import EngineFailed, HeadwaterError, RequestError
 from headwater.protocol.events import BlocksStored, LoadReport, WorkerEvent
-from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput
+from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.scheduler.outside import Export, FirstToken, Held, KvNews
 from headwater.scheduler.plan import Executor, StepPlan, StepResult
 from headwater.scheduler.scheduler import Scheduler
@@ -106,12 +106,12 @@ class EngineCore:
                 export=export,
             )
         except HeadwaterError as error:
-            return refusal(request.stream, error)
+            return SequenceOutput.failed(request.stream, error)
         try:
             self._executor.admit(sequence)
         except RequestError as error:
             self.abort([request.stream])
-            return refusal(request.stream, error)
+            return SequenceOutput.failed(request.stream, error)
         except Exception as error:
             raise EngineFailed(f"the executor failed to admit a request: {error!r}") from error
         return None
@@ -228,8 +228,3 @@ class EngineCore:
     def _release_ended(self) -> None:
         for sequence in self._scheduler.take_ended():
             self._executor.release(sequence)
-
-
-def refusal(stream: int, error: HeadwaterError) -> SequenceOutput:
-    """The only output of a sequence that is not served."""
-    return SequenceOutput(stream, [], "error", error=ErrorInfo.of(error))

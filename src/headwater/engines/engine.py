@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from headwater.clock import Clock, RealClock
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo, EngineListener, KvMemory, ProgressSink
-from headwater.engines.core import BuildEngine, BuiltEngine, EngineCore, StepOutcome, refusal
+from headwater.engines.core import BuildEngine, BuiltEngine, EngineCore, StepOutcome
 from headwater.engines.loop import Command, StepLoop
 from headwater.engines.port import CorePort
 from headwater.engines.preparation import Preparation
@@ -26,7 +26,7 @@ from headwater.errors import Draining, HeadwaterError, InternalError, WorkerLost
 from headwater.kv.identity import namespace
 from headwater.kv.resident import ResidentBlocks
 from headwater.protocol.events import LoadReport, WorkerEvent
-from headwater.protocol.request import EngineRequest
+from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.scheduler.scheduler import Scheduler
 from headwater.types import Role
@@ -219,7 +219,7 @@ class CoreEngine:
                 self._loop.call(command)
         except HeadwaterError as refused:
             self._forget_prepared([request.stream])
-            self.on_outcome(StepOutcome([refusal(request.stream, refused)], []))
+            self.on_outcome(StepOutcome([SequenceOutput.failed(request.stream, refused)], []))
 
     def _forget_prepared(self, streams: Sequence[int]) -> None:
         """Those that were to be handed over once they are prepared will not be."""
@@ -239,13 +239,13 @@ class CoreEngine:
                 self._resident.apply(event)
 
     def _answer_refused(self, streams: list[int], error: HeadwaterError) -> None:
-        outputs = [refusal(stream, error) for stream in streams if stream in self._refused]
+        outputs = [SequenceOutput.failed(stream, error) for stream in streams if stream in self._refused]
         self._refused.difference_update(streams)
         if outputs and self._listener is not None:
             self._listener.on_step(outputs)
 
     def _end_all(self, error: HeadwaterError) -> None:
-        outputs = [refusal(stream, error) for stream in self._open]
+        outputs = [SequenceOutput.failed(stream, error) for stream in self._open]
         self.on_outcome(StepOutcome(outputs, []))
 
     def _note_open(self) -> None:

@@ -23,7 +23,7 @@ from headwater.errors import DeadlineExceeded, Draining, HeadwaterError, Interna
 from headwater.kv.identity import namespace
 from headwater.kv.resident import ResidentBlocks
 from headwater.protocol.events import LoadReport, StepTiming, WorkerEvent
-from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput
+from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.types import Role
 
@@ -194,7 +194,7 @@ class ExternalEngine(ABC):
     def end(self, stream: int, error: HeadwaterError) -> None:
         """A sequence failed."""
         if stream in self.open:
-            self.deliver([_refusal(stream, error)])
+            self.deliver([SequenceOutput.failed(stream, error)])
 
     def tell(self, events: list[WorkerEvent]) -> None:
         """Blocks stored, removed or cleared, in order."""
@@ -284,7 +284,7 @@ class ExternalEngine(ABC):
         if stream in self._refused:
             self._refused.discard(stream)
             if self._listener is not None:
-                self._listener.on_step([_refusal(stream, error)])
+                self._listener.on_step([SequenceOutput.failed(stream, error)])
 
     def _count(self, stream: OpenStream, output: SequenceOutput) -> None:
         count = len(output.token_ids)
@@ -305,7 +305,7 @@ class ExternalEngine(ABC):
             gone.timer.cancel()
 
     def _end_all(self, error: HeadwaterError) -> None:
-        outputs = [_refusal(stream, error) for stream in self.open]
+        outputs = [SequenceOutput.failed(stream, error) for stream in self.open]
         for output in outputs:
             self._forget(output.stream)
         if outputs and self._listener is not None:
@@ -371,8 +371,3 @@ def _limits(config: EngineConfig, info: EngineInfo) -> SchedulerLimits:
         max_waiting=config.max_waiting,
         namespace=namespace(card.fingerprint, card.kv_layout),
     )
-
-
-def _refusal(stream: int, error: HeadwaterError) -> SequenceOutput:
-    """The last output of a sequence that is not served, or no further."""
-    return SequenceOutput(stream, [], "error", error=ErrorInfo.of(error))

@@ -168,3 +168,8 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     error: ErrorInfo | None = None
     relayed: bytes = b""
     """Of a relayed answer: the next piece of its body; `token_ids` then only counts its events."""
+
+    @classmethod
+    def failed(cls, stream: int, error: HeadwaterError) -> Self:
+        """The last output of a sequence that is not served, or no further."""
+        return cls(stream, [], "error", error=ErrorInfo.of(error))

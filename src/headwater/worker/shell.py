@@ -31,7 +31,7 @@ from headwater.protocol.frames import (
     StepFrame,
     Submit,
 )
-from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput
+from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.runtime.planes import Planes
 from headwater.runtime.registry.base import Registry
 from headwater.runtime.requests.base import WorkerLink
@@ -259,7 +259,7 @@ class WorkerShell:
             try:
                 accepted.append(self._open(peer, request))
             except HeadwaterError as error:
-                refused.append(_refusal(stream, error))
+                refused.append(SequenceOutput.failed(stream, error))
         if refused:
             self._listener.send(peer, StepFrame(refused))
         if accepted:
@@ -348,7 +348,7 @@ class WorkerShell:
         """Tell frontends that what is open will not be finished here."""
         for peer, streams in self._streams.open_streams().items():
             self._abort(self._streams.take(peer, streams))
-            self._listener.send(peer, StepFrame([_refusal(stream, error) for stream in streams]))
+            self._listener.send(peer, StepFrame([SequenceOutput.failed(stream, error) for stream in streams]))
 
     def _snapshot(self) -> list[WorkerEvent]:
         """Everything a frontend needs to know that joins now."""
@@ -391,7 +391,3 @@ def _without_ready(progress: ProgressSink) -> ProgressSink:
             progress(report)
 
     return pass_on
-
-
-def _refusal(stream: int, error: HeadwaterError) -> SequenceOutput:
-    return SequenceOutput(stream, [], finish_reason="error", error=ErrorInfo.of(error))

@@ -33,7 +33,7 @@ from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InvalidR
 from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
-from headwater.protocol.request import ErrorInfo, SequenceOutput
+from headwater.protocol.request import SequenceOutput
 from headwater.runtime.zeromq import ZmqContext
 from headwater.types import TOKEN_ID_BYTES
 
@@ -231,7 +231,7 @@ class AttachedEngine(ExternalEngine):
             error = EngineFailed(f"reading the attached server's answer failed: {error!r}")
         if isinstance(error, Unreachable):
             self._lose(error)
-        self._gathered.take(SequenceOutput(number, [], "error", error=ErrorInfo.of(error)))
+        self._gathered.take(SequenceOutput.failed(number, error))
 
     def _on_outputs(self, outputs: list[SequenceOutput]) -> None:
         timing = self._pace.observe(outputs, self.open, self.clock.now())

@@ -5,7 +5,7 @@ from typing import Any
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from headwater.errors import WorkerLost
-from headwater.protocol.request import ErrorInfo, SequenceOutput, TokenLogprobs
+from headwater.protocol.request import SequenceOutput, TokenLogprobs
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.REPETITION: "stop"}
 
@@ -17,7 +17,7 @@ def sequence_output(stream: int, output: EngineCoreOutput, *, first: bool, logpr
     reason = output.finish_reason
     if reason in (FinishReason.ABORT, FinishReason.ERROR):
         error = WorkerLost(f"vLLM gave up on this sequence ({reason})")
-        return SequenceOutput(stream, [], "error", error=ErrorInfo.of(error))
+        return SequenceOutput.failed(stream, error)
     stop_token_id = None
     if reason == FinishReason.STOP and token_ids:
         stop_token_id = token_ids.pop()
