@@ -14,7 +14,7 @@ from math import inf, nan
 
 import msgspec
 
-from headwater.perf.model import StepModel, StepShape
+from headwater.perf.model import StepModel
 from headwater.perf.roofline import prior_samples
 from headwater.planner.plan import RolePlan
 from headwater.planner.pool import HIDDEN_PARTS, NOTICE_MS, WorkerModel
@@ -30,6 +30,7 @@ from headwater.scheduler.outside import Export, FirstToken, LoadStarted
 from headwater.scheduler.plan import StepPlan, StepResult
 from headwater.scheduler.scheduler import Scheduler
 from headwater.sim.describe import MODEL, instance
+from headwater.sim.timing import plan_shape
 from headwater.types import TOKEN_ID_BYTES, Role
 
 _BLOCK = 16
@@ -77,10 +78,7 @@ class _Worker:
         self.plan = plan = self.scheduler.schedule(now_ms / 1000)
         if plan is None:
             return None
-        shape = StepShape(
-            plan.num_prefill_tokens, plan.prefill_context_tokens, plan.num_decode, plan.decode_context_tokens
-        )
-        duration_ms = self.model.curve.step_ms(shape)
+        duration_ms = self.model.curve.step_ms(plan_shape(plan))
         num_samples = sum([piece.samples for piece in plan.slices])
         self.result = StepResult([_WORD] * num_samples, None, duration_ms)
         return now_ms + duration_ms
