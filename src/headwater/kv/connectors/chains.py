@@ -1,14 +1,15 @@
-"""What the connectors have in common: which store, and the ids of a request's blocks."""
+"""What the connectors have in common: which store, the ids of a request's blocks, and what is saved after a step."""
 
 import os
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from sys import byteorder
 
 from headwater.kv.block import ROOT, Family
 from headwater.kv.identity import chain_block_ids
-from headwater.kv.node.open import default_socket
+from headwater.kv.node.address import default_socket
 from headwater.kv.node.store import Piece
 from headwater.types import BLOCK_ID_BYTES, BlockId
 
@@ -19,6 +20,14 @@ def socket_path(given: str | None = None) -> Path:
     """Where `headwater kv serve` listens: as told, as in the environment, or the user's default."""
     named = given or os.environ.get(_SOCKET_VARIABLE)
     return Path(named) if named else default_socket()
+
+
+@dataclass(frozen=True)
+class Save:
+    """Blocks that are full after this step."""
+
+    chain: Piece
+    block_ids: list[int]
 
 
 class RequestChain:

@@ -25,7 +25,7 @@ from tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector import (
 
 from headwater.errors import ConfigError, HeadwaterError
 from headwater.kv.block import Family
-from headwater.kv.connectors.chains import RequestChain, socket_path
+from headwater.kv.connectors.chains import RequestChain, Save, socket_path
 from headwater.kv.identity import namespace
 from headwater.kv.node.agent import StoreAgent
 from headwater.kv.node.store import Piece
@@ -38,14 +38,6 @@ _LOAD_S = 2.0
 _SAVE_S = 10.0
 _MAX_HELD_BYTES = 4 << 30
 _NO_PAGE = -1
-
-
-@dataclass(frozen=True)
-class Save:
-    """Blocks that are full after this step."""
-
-    chain: Piece
-    block_ids: list[int]
 
 
 @dataclass

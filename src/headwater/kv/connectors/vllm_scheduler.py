@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from headwater.errors import HeadwaterError
-from headwater.kv.connectors.chains import RequestChain, socket_path
+from headwater.kv.connectors.chains import RequestChain, Save, socket_path
 from headwater.kv.connectors.vllm_layout import Layout
 from headwater.kv.node.agent import StoreAgent
 from headwater.kv.node.store import Piece
@@ -52,14 +52,6 @@ class Load:
     chain: Piece
     block_ids: list[int]
     timeout_s: float
-
-
-@dataclass(frozen=True)
-class Save:
-    """Blocks that are full after this step."""
-
-    chain: Piece
-    block_ids: list[int]
 
 
 @dataclass

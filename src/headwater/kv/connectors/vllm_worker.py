@@ -19,9 +19,9 @@ import torch
 
 from headwater.errors import ConfigError, HeadwaterError
 from headwater.kv.block import ROOT
-from headwater.kv.connectors.chains import socket_path
+from headwater.kv.connectors.chains import Save, socket_path
 from headwater.kv.connectors.vllm_layout import Layout
-from headwater.kv.connectors.vllm_scheduler import Load, Save
+from headwater.kv.connectors.vllm_scheduler import Load
 from headwater.kv.node.agent import StoreAgent
 from headwater.kv.node.store import Piece
 
