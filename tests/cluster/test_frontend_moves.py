@@ -5,14 +5,14 @@ from array import array
 
 import msgspec
 import pytest
-from frontend_rig import Rig
+from frontend_rig import Rig, Sink
 from scripted_worker import ScriptedWorker, until
 
-from headwater.errors import EngineFailed, InvalidRequest, NoWorkers, WorkerLost
+from headwater.errors import EngineFailed, HeadwaterError, InvalidRequest, NoWorkers, WorkerLost
 from headwater.frontend.moves import MoveLimits
 from headwater.frontend.vigil import VigilLimits
 from headwater.protocol.events import LoadReport
-from headwater.protocol.request import EngineRequest, SequenceOutput
+from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput
 
 QUICK = VigilLimits(hang_timeout_s=0.2, unknown_timeout_s=0.2, canary_interval_s=0.0, look_s=0.02)
 
@@ -251,6 +251,61 @@ def test_an_abort_finds_a_stream_that_has_moved(play) -> None:
         assert rig.view.worker(keeper.worker_id).booked_sequences == 0
 
     play(scenario)
+
+
+class Choice(Sink):
+    """Of an answer with several: when one fails, the others are not wanted any more."""
+
+    def __init__(self, rig: Rig, streams: list[int]) -> None:
+        super().__init__()
+        self._rig = rig
+        self._streams = streams
+
+    def on_error(self, error: HeadwaterError) -> None:
+        super().on_error(error)
+        self._rig.dispatcher.abort(self._streams)
+
+
+async def two_choices(rig: Rig) -> tuple[ScriptedWorker, list[int], list[Sink]]:
+    streams: list[int] = []
+    sinks: list[Sink] = [Choice(rig, streams) for _ in range(2)]
+    streams += rig.submit(n=2, sinks=sinks)[0]
+    worker = rig.by_id(rig.worker_of(streams[0]))
+    await until(lambda: len(worker.requests) == 2)
+    return worker, streams, sinks
+
+
+async def end_once_each(rig: Rig, sinks: list[Sink]) -> None:
+    trouble: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: trouble.append(context))
+    await until(lambda: any(sink.error for sink in sinks))
+    await asyncio.sleep(0.1)
+    assert len([sink for sink in sinks if sink.error]) == 1, "the other one was aborted: it hears nothing more"
+    assert (rig.dispatcher.num_streams, rig.dispatcher.faults.waiting()) == (0, 0)
+    assert all(worker.booked_sequences == 0 for worker in rig.view.workers)
+    assert not trouble
+
+
+@pytest.mark.parametrize("code", ["invalid_value", "engine_failed"])
+def test_two_choices_that_fail_in_one_step_end_once_each(play, code: str) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1")
+        worker, streams, sinks = await two_choices(rig)
+        failure = ErrorInfo(code, "no such grammar", 500)
+        worker.step(*(SequenceOutput(stream, [], "error", error=failure) for stream in streams))
+        await end_once_each(rig, sinks)
+
+    play(scenario, moves=MoveLimits(max_moves=0))
+
+
+def test_two_choices_that_wait_in_vain_end_once_each(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1")
+        worker, _, sinks = await two_choices(rig)
+        await worker.close()
+        await end_once_each(rig, sinks)
+
+    play(scenario, moves=MoveLimits(max_wait_s=0.2))
 
 
 def test_a_stream_moves_so_often_and_no_more(play) -> None:

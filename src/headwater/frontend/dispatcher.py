@@ -260,8 +260,7 @@ class ClusterDispatcher:
         if self._next_pump is not None:
             self._next_pump.cancel()
         for stream in list(self._streams):
-            if self._streams.find(stream.number) is not None:  # whoever was told may have ended others
-                self._fail(stream, Draining("this frontend was shut down"))
+            self._fail(stream, Draining("this frontend was shut down"))
 
     # -- the queue ----------------------------------------------------------------------------------------------
 
@@ -385,6 +384,9 @@ class ClusterDispatcher:
         _tell(stream, InternalError("the answer could not be written; the log of the server says why"))
 
     def _fail(self, stream: Stream, error: HeadwaterError) -> None:
+        """Unless it has ended already, because whoever was told of another one's end did not want it any more."""
+        if stream not in self._streams:
+            return
         stream.record.error_code = stream.record.error_code or error.code
         stream.submission.record.error_code = stream.submission.record.error_code or error.code
         self._end(stream, None, "failed")

@@ -7,7 +7,8 @@ A worker is killed, hung, cut off or out of memory, refuses a sequence, or is to
     lost                            the same, unless the request is what workers die of (`headwater.frontend.suspects`)
 
 Each stream may move so many times and wait so long; then it ends with an error that says so. Whoever waits is looked
-at again when the cluster changes and at every tick, in order.
+at again when the cluster changes and at every tick, in order. Whoever is told of an end may end other streams: those
+are passed over.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,6 +65,8 @@ class Moves:
         """The worker of these has died or hangs."""
         guilty = self._suspects.died(worker_id, streams, hung=hung)
         for stream in streams:
+            if stream not in self._streams:
+                continue
             if stream is guilty:
                 self._metrics.poisonous += 1
                 self._fail(stream, _poison(stream, error))
@@ -72,6 +75,8 @@ class Moves:
 
     def refused(self, stream: Stream, error: HeadwaterError, now: float) -> None:
         """Its worker ended it with an error, and lives."""
+        if stream not in self._streams:
+            return
         if isinstance(error, Draining):
             self._move(stream, error, now)
         elif not error.retryable:
@@ -98,6 +103,8 @@ class Moves:
     def pump(self, now: float) -> None:
         """The cluster has changed, or time has passed."""
         for stream in list(self._waiting):
+            if stream not in self._waiting:
+                continue
             if not self._suspects.may_go(stream) and stream.wait_until is not None:
                 stream.wait_until = max(stream.wait_until, now + self._limits.max_wait_s / 2)  # it waits for others
             if stream.wait_until is not None and now >= stream.wait_until:

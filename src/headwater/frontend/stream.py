@@ -119,6 +119,10 @@ class Streams:
     def __iter__(self) -> Iterator[Stream]:
         return iter(self.at_workers.values())
 
+    def __contains__(self, stream: Stream) -> bool:
+        """Whether it is still open: a sink that is told of one end may bring about others."""
+        return stream.request.stream in self.at_workers
+
     def add(self, stream: Stream) -> int:
         number = stream.number = stream.request.stream = next(self._numbers)
         self.at_workers[number] = stream
