@@ -6,6 +6,7 @@ import pytest
 
 from headwater.bench.traces import TraceRow
 from headwater.errors import ConfigError
+from headwater.perf.prior import LinearSteps
 from headwater.router.policies import BUILTIN, Delay, RoundRobin
 from headwater.router.policy import Policy
 from headwater.router.queue import QueueLimits
@@ -16,7 +17,7 @@ from headwater.sim.history import LoadHistory
 from headwater.sim.mixes import Mix
 from headwater.sim.report import curves, mode_of, shared_lru_hit_rate, summarise
 from headwater.sim.run import Routing
-from headwater.sim.timing import Belief, DynamoPolynomial, FittedTimes, Slowed, StepTimes
+from headwater.sim.timing import Belief, DynamoPolynomial, PredictedTimes, Slowed, StepTimes
 from headwater.sim.workload import SimRequest, from_trace
 
 MIX = Mix("small", 60, 4.0, 3, 700, 3, 100, 30, 2.0, document_tokens=300)
@@ -218,7 +219,7 @@ def test_the_name_of_a_mode() -> None:
 
 
 def test_fitted_times_are_the_seven_terms() -> None:
-    times = FittedTimes((1.0, 2.0, 0.1, 1e-3, 4.0, 0.5, 0.01))
+    times = PredictedTimes(LinearSteps((1.0, 2.0, 0.1, 1e-3, 4.0, 0.5, 0.01)))
     assert times.duration_ms(StepPlan((), 0, 10, 100, 0), 0.0) == pytest.approx(1 + 2 + 1 + 0.1)
     assert times.duration_ms(StepPlan((), 3, 0, 0, 200), 0.0) == pytest.approx(1 + 4 + 1.5 + 2)
 

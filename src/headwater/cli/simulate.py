@@ -20,6 +20,7 @@ from headwater.errors import ConfigError
 from headwater.frontend.policies import load_policy
 from headwater.perf.aiconfigurator import ENGINES, SYSTEMS, SiliconSteps
 from headwater.perf.model import PerfState, StepModel
+from headwater.perf.prior import LinearSteps
 from headwater.perf.roofline import DEVICES, MODELS, Roofline
 from headwater.router.policies import BUILTIN
 from headwater.sim.cluster import SimConfig
@@ -30,7 +31,7 @@ from headwater.sim.report import COLUMNS, SimReport, cells
 from headwater.sim.run import Load, Routing, SimRun
 from headwater.sim.scenarios import SCENARIOS, Scenario
 from headwater.sim.tiers import TierConfig, TierSpec
-from headwater.sim.timing import Belief, DynamoPolynomial, FittedTimes, RooflineTimes, SiliconTimes, StepTimes
+from headwater.sim.timing import Belief, DynamoPolynomial, PredictedTimes, SiliconTimes, StepTimes
 
 _DEFAULT_BLOCKS = 16_384
 _TIER_HELP = "KV beside the engines' own, nearest first: host:512GiB@50GB/s, disk:8TiB@6GB/s+1ms, object:..."
@@ -246,13 +247,13 @@ def _mix(name: str) -> Mix:
 
 def _times(args: argparse.Namespace) -> StepTimes:
     if args.fitted:
-        return FittedTimes(_fitted(args.fitted))
+        return PredictedTimes(LinearSteps(_fitted(args.fitted)))
     if args.silicon:
         if not args.device:
             raise ConfigError("--silicon needs --device", hint=f"one of {', '.join(SYSTEMS)}")
         SiliconSteps.named(args.device, args.model, args.tensor_parallel_size, args.silicon)
         return SiliconTimes(args.device, args.model, args.tensor_parallel_size, args.silicon)
-    return RooflineTimes(_roofline(args)) if args.device else DynamoPolynomial()
+    return PredictedTimes(_roofline(args)) if args.device else DynamoPolynomial()
 
 
 def _fitted(path: Path) -> tuple[float, ...]:

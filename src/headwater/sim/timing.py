@@ -6,7 +6,7 @@ from typing import Protocol
 
 from headwater.perf.aiconfigurator import SiliconSteps
 from headwater.perf.model import StepModel, StepShape
-from headwater.perf.roofline import Roofline
+from headwater.perf.prior import StepPredictor
 from headwater.scheduler.plan import StepPlan
 
 _BELIEF_SAMPLES = 1000.0
@@ -38,13 +38,13 @@ class DynamoPolynomial:
 
 
 @dataclass(frozen=True, slots=True)
-class RooflineTimes:
-    """Named hardware and model, from arithmetic."""
+class PredictedTimes:
+    """What a predictor says of each step: arithmetic on named hardware, or what was learned from a real cluster."""
 
-    roofline: Roofline
+    steps: StepPredictor
 
     def duration_ms(self, plan: StepPlan, used_share: float) -> float:
-        return self.roofline.step_ms(plan_shape(plan))
+        return self.steps.step_ms(plan_shape(plan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +63,6 @@ class SiliconTimes:
 @lru_cache(maxsize=4)
 def _silicon_steps(times: SiliconTimes) -> SiliconSteps:
     return SiliconSteps.named(times.device, times.model, times.tensor_parallel, times.engine)
-
-
-@dataclass(frozen=True, slots=True)
-class FittedTimes:
-    """What was learned from a real cluster: the seven coefficients of `headwater.perf.model`."""
-
-    coefficients: tuple[float, ...]
-
-    def duration_ms(self, plan: StepPlan, used_share: float) -> float:
-        features = plan_shape(plan).features()
-        return sum([coefficient * feature for coefficient, feature in zip(self.coefficients, features, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
