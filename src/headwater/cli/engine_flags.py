@@ -7,7 +7,7 @@ list (`--served-model-name a b`, as vLLM has it) are taken one by one. MODEL com
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from headwater.cli.flags import load_from
 from headwater.config.fields import ENVIRONMENT_PREFIX
 from headwater.config.load import LoadedConfig
+from headwater.config.words import flag_groups
 
 ENGINES_WITH_FLAGS = ("vllm",)
 
@@ -52,7 +53,7 @@ def take_engine_words(
         return list(arguments), []
     own: list[str] = []
     engine: list[str] = []
-    for group in _groups(arguments):
+    for group in flag_groups(arguments):
         action = parser._option_string_actions.get(group[0].partition("=")[0])
         if action is None and group[0].startswith("-"):
             engine += group
@@ -85,20 +86,3 @@ def _engine(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
         elif word.startswith("--engine="):
             name = word.partition("=")[2]
     return name
-
-
-def _groups(arguments: Sequence[str]) -> Iterator[list[str]]:
-    """A flag with the words after it; words before the first flag each on their own."""
-    group: list[str] = []
-    for word in arguments:
-        if _is_flag(word) or not group or not _is_flag(group[0]):
-            if group:
-                yield group
-            group = []
-        group.append(word)
-    if group:
-        yield group
-
-
-def _is_flag(word: str) -> bool:
-    return word.startswith("-") and not word[1:].replace(".", "").isdigit()

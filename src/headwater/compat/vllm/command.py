@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from headwater.config.words import flag_groups
 from headwater.errors import ConfigError
 
 Verdict = Literal["same", "renamed", "passed", "always", "none"]
@@ -124,10 +125,9 @@ class TranslatedCommand:
 
 def translate(words: Sequence[str]) -> TranslatedCommand:
     """From the words of a command line that starts vLLM's server. Raises `ConfigError`."""
-    groups = _groups(_arguments(words))
     model = ""
     flags: list[Translation] = []
-    for group in groups:
+    for group in flag_groups(_arguments(words)):
         if not group[0].startswith("-"):
             if model:
                 raise ConfigError(f"two models: {model} and {group[0]}")
@@ -187,18 +187,6 @@ def _arguments(words: Sequence[str]) -> list[str]:
         name, equals, value = word.partition("=")
         split += [name, value] if equals and name.startswith("--") else [word]
     return split
-
-
-def _groups(words: Sequence[str]) -> list[list[str]]:
-    """Flags with their values; words before the first flag on their own."""
-    groups: list[list[str]] = []
-    for word in words:
-        is_flag = word.startswith("-") and not word[1:].replace(".", "").isdigit()
-        if is_flag or not groups or not groups[-1][0].startswith("-"):
-            groups.append([word])
-        else:
-            groups[-1].append(word)
-    return groups
 
 
 def _value(group: list[str]) -> str:
