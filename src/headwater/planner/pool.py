@@ -1,6 +1,6 @@
 """What the planner believes of workers: step times, room, links. Input of the fast simulation."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from headwater.perf.curve import StepCurve
@@ -28,10 +28,11 @@ class WorkerModel:
     """Of its class: workers of one name are exchangeable."""
     num_gpus: int = 1
     """For figures per GPU alone."""
-    tables: "StepTables" = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tables", StepTables.of(self.curve, self.chunk_tokens + self.max_num_seqs))
+    @cached_property
+    def tables(self) -> "StepTables":
+        """Worked out where it is simulated: a frontend that only passes models on never needs them."""
+        return StepTables.of(self.curve, self.chunk_tokens + self.max_num_seqs)
 
     @cached_property
     def transfer_token_ms(self) -> float:
