@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from headwater.clock import RealClock
+from headwater.clock import RealClock, VirtualClock
 from headwater.errors import StoreClosed, TierUnavailable
 from headwater.kv.block import Block
 from headwater.kv.resident import ResidentBlocks
@@ -157,6 +157,34 @@ async def test_the_nearest_of_several_peers_and_events() -> None:
             resident.apply(event)
         assert len(resident) == tier.usage().num_blocks == 15
         assert await tier.clear(model="model-a") == 15
+
+
+@on_loop
+async def test_what_was_seen_is_believed_for_a_time_from_the_last_sighting() -> None:
+    old, young = Run("a", 3), Run("b", 3)
+    async with node("owner") as owner, peer_tier(owner.port, present_for_s=30.0) as tier:
+        clock = tier._clock = VirtualClock()
+        await old.put(owner.host)
+        await young.put(owner.host)
+        resident = ResidentBlocks()
+
+        def follow() -> None:
+            for event in tier.drain_events():
+                resident.apply(event)
+
+        await tier.contains(FAMILY, old.ids)
+        clock.advance(20.0)
+        await tier.contains(FAMILY, young.ids)
+        clock.advance(10.0)
+        assert tier.known(old.ids + young.ids) == b"\0\0\0\1\1\1"
+        assert await tier.contains(FAMILY, old.split[0]) == b"\1", "asked again, and there it is"
+        clock.advance(20.0)
+        follow()
+        assert tier.usage().num_blocks == len(resident) == 1
+        assert old.split[0] in resident
+        clock.advance(10.0)
+        follow()
+        assert tier.usage().num_blocks == len(resident) == 0
 
 
 @on_loop

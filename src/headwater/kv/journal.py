@@ -1,7 +1,7 @@
 """What became resident in one tier and what went, gathered into events. Bounded: a reader that stays away too long gets
 the tier's present state instead of its history."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from headwater.kv.block import ROOT
 from headwater.kv.resident import stored_runs
@@ -39,15 +39,16 @@ class Journal:
         if len(self._removed) >= _MAX_RUN_BLOCKS * BLOCK_ID_BYTES:
             self._flush_removed()
 
-    def drain(self, resident: Iterable[tuple[bytes, bytes]]) -> list[TierEvent]:
-        """Events since the last call. `resident`: (id, parent) of all blocks, read only if there were too many."""
+    def drain(self, resident: Callable[[], Iterable[tuple[bytes, bytes]]]) -> list[TierEvent]:
+        """Events since the last call. `resident` gives (id, parent) of all blocks: asked only if there were too many,
+        since that may cost more than all events."""
         self._flush_removed()
         self._flush_stored()
         events, self._events = self._events, []
         if not self.overflowed:
             return events
         self.overflowed = False
-        runs = stored_runs((block_id, None if parent == ROOT else parent) for block_id, parent in resident)
+        runs = stored_runs((block_id, None if parent == ROOT else parent) for block_id, parent in resident())
         return [BlocksCleared(self.tier), *(BlocksStored(run.block_ids, run.parent, self.tier) for run in runs)]
 
     def _flush_stored(self) -> None:

@@ -330,7 +330,7 @@ class Ledger:
                 yield slot, record
 
     def drain_events(self) -> list[TierEvent]:
-        return self._journal.drain((record.block.id, record.block.parent) for _, record in self.records())
+        return self._journal.drain(lambda: ((record.block.id, record.block.parent) for _, record in self.records()))
 
     def check(self) -> None:
         """Every slot is in one state and every byte is accounted for. For tests."""

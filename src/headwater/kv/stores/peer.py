@@ -79,6 +79,7 @@ class PeerTier:
             for host, port in options.peers
         ]
         self._seen: OrderedDict[bytes, _Sighting] = OrderedDict()
+        """In order of their ends."""
         self._absent: OrderedDict[bytes, float] = OrderedDict()
         self._journal = Journal("peer")
         self._searches = Searches()
@@ -140,6 +141,7 @@ class PeerTier:
         if block_id not in self._seen:
             self._journal.stored(block_id, sighting.parent)
         self._seen[block_id] = sighting
+        self._seen.move_to_end(block_id)
         if len(self._seen) > self.options.max_known_blocks:
             self._forget(next(iter(self._seen)))
 
@@ -282,9 +284,9 @@ class PeerTier:
 
     def drain_events(self) -> list[TierEvent]:
         now = self._clock.now()
-        for block_id in [block_id for block_id, seen in self._seen.items() if seen.until <= now]:
-            self._forget(block_id)
-        return self._journal.drain(self.resident())
+        while self._seen and (oldest := next(iter(self._seen.items())))[1].until <= now:
+            self._forget(oldest[0])
+        return self._journal.drain(self.resident)
 
     def resident(self) -> Iterator[tuple[bytes, bytes]]:
         return iter([(block_id, seen.parent) for block_id, seen in self._seen.items()])

@@ -211,7 +211,7 @@ class Catalogue:
         )
 
     def drain_events(self) -> list[TierEvent]:
-        return self._journal.drain(self.resident())
+        return self._journal.drain(self.resident)
 
     def resident(self) -> Iterator[tuple[bytes, bytes]]:
         gathered = ((loose.block.id, loose.block.parent) for loose in self.gathering.oldest())
