@@ -18,16 +18,15 @@ from collections.abc import Callable, Sequence
 from headwater.clock import Clock, RealClock
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo, EngineListener, KvMemory, ProgressSink
-from headwater.engines.core import BuildEngine, BuiltEngine, EngineCore, StepOutcome
+from headwater.engines.core import BuildEngine, EngineCore, StepOutcome
+from headwater.engines.limits import limits_of
 from headwater.engines.loop import Command, StepLoop
 from headwater.engines.port import CorePort
 from headwater.engines.preparation import Preparation
 from headwater.errors import Draining, HeadwaterError, InternalError, WorkerLost
-from headwater.kv.identity import namespace
 from headwater.kv.resident import ResidentBlocks
 from headwater.protocol.events import LoadReport, WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
-from headwater.scheduler.limits import SchedulerLimits
 from headwater.scheduler.scheduler import Scheduler
 from headwater.types import Role
 
@@ -196,7 +195,7 @@ class CoreEngine:
         if built.prepare is not None:
             self._preparation = Preparation(built.prepare, self._on_prepared)
         self._kv_memory = built.kv
-        scheduler = Scheduler(_limits(self._config, built))
+        scheduler = Scheduler(limits_of(self._config, built.info))
         return EngineCore(scheduler, built.executor, self._clock), built.info
 
     def _begin_preparing(self, request: EngineRequest) -> bool:
@@ -251,20 +250,3 @@ class CoreEngine:
     def _note_open(self) -> None:
         if self._draining and not self._open:
             self._drained.set()
-
-
-def _limits(config: EngineConfig, built: BuiltEngine) -> SchedulerLimits:
-    info = built.info
-    card = info.card
-    return SchedulerLimits(
-        num_blocks=info.kv_blocks,
-        block_size=card.block_size,
-        max_model_len=card.max_model_len,
-        vocab_size=card.vocab_size,
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=info.max_num_batched_tokens,
-        max_waiting=config.max_waiting,
-        prefix_caching=config.enable_prefix_caching,
-        eos_token_ids=frozenset(card.eos_token_ids),
-        namespace=namespace(card.fingerprint, card.kv_layout),
-    )

@@ -12,15 +12,15 @@ import contextlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from headwater.clock import Clock, RealClock
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo, EngineListener, KvPort, ProgressSink
+from headwater.engines.limits import limits_of
 from headwater.errors import DeadlineExceeded, Draining, HeadwaterError, InternalError, Overloaded, WorkerLost
-from headwater.kv.identity import namespace
 from headwater.kv.resident import ResidentBlocks
 from headwater.protocol.events import LoadReport, StepTiming, WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
@@ -115,7 +115,7 @@ class ExternalEngine(ABC):
         self._listener = listener
         info = await self.open_engine(progress)
         self._info = info
-        self._limits = _limits(self.config, info)
+        self._limits = limits_of(self.config, _with_room_to_prefill(info))
         if not self._closed:
             self._refusing = None
             self._arm_heartbeat()
@@ -359,15 +359,7 @@ def _join(first: SequenceOutput, second: SequenceOutput) -> None:
         first.logprobs = (first.logprobs or []) + second.logprobs
 
 
-def _limits(config: EngineConfig, info: EngineInfo) -> SchedulerLimits:
-    card = info.card
-    return SchedulerLimits(
-        num_blocks=info.kv_blocks,
-        block_size=card.block_size,
-        max_model_len=card.max_model_len,
-        vocab_size=card.vocab_size,
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=max(info.max_num_batched_tokens, info.max_num_seqs + card.block_size),
-        max_waiting=config.max_waiting,
-        namespace=namespace(card.fingerprint, card.kv_layout),
-    )
+def _with_room_to_prefill(info: EngineInfo) -> EngineInfo:
+    """An engine that plans its own steps need not keep to the least that our scheduler asks for."""
+    least = info.max_num_seqs + info.card.block_size
+    return replace(info, max_num_batched_tokens=max(info.max_num_batched_tokens, least))
