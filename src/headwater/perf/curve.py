@@ -15,16 +15,17 @@ from itertools import pairwise
 from typing import Self
 
 from headwater.perf.fit import NonNegativeFit
-from headwater.perf.model import StepShape
+from headwater.perf.model import STEP_SCALES, StepShape
 from headwater.perf.roofline import StepPredictor
 
 _KNOTS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_PLAIN_SCALES = (1.0, 1.0, 1e3, 1e6, 1.0, 1e1, 1e5)
 _ROUNDS = 60
 _SEQUENCES = (1, 4, 16, 32, 64, 128, 256)
 _CONTEXTS = (256, 2048, 8192)
 _PROMPTS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _CACHED = (0, 2048, 16384)
+_DECODE_TOKENS = 512
+"""Joint tokens of a larger step are those of a prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class StepCurve:
     @classmethod
     def fit(cls, steps: StepPredictor) -> Self:
         """The closest curve to what a predictor says of steps without mixture, relative to their duration."""
-        fit = NonNegativeFit((1.0,) * len(_KNOTS) + _PLAIN_SCALES[1:])
+        fit = NonNegativeFit((1.0,) * len(_KNOTS) + STEP_SCALES[1:])
         samples = [(_features(shape), steps.step_ms(shape)) for shape in _shapes()]
         for _ in range(_ROUNDS):
             for features, expected_ms in samples:
@@ -91,9 +92,6 @@ class StepCurve:
             duration_ms += self.decode_ms + self.decode_sequence_ms * shape.decode_sequences
             duration_ms += self.decode_context_token_ms * shape.decode_context_tokens
         return duration_ms
-
-
-_DECODE_TOKENS = 512
 
 
 def _shapes() -> Iterable[StepShape]:

@@ -22,7 +22,8 @@ from headwater.perf.prior import NUM_FIRST, USUAL, StepPredictor, believe
 from headwater.perf.shape import StepShape as StepShape
 from headwater.protocol.events import StepTiming
 
-_STEP_SCALES = (1.0, 1.0, 1e3, 1e6, 1.0, 1e1, 1e5)
+STEP_SCALES = (1.0, 1.0, 1e3, 1e6, 1.0, 1e1, 1e5)
+"""Of the features of a step, for fits."""
 _LINK_SCALES = (1.0, 1e6)
 
 
@@ -38,7 +39,7 @@ class StepModel:
     its proportions hold until measurements say more."""
 
     def __init__(self, expected: StepPredictor = USUAL) -> None:
-        self._fit = NonNegativeFit(_STEP_SCALES)
+        self._fit = NonNegativeFit(STEP_SCALES)
         self.expected = expected
         self._first: list[tuple[StepShape, float]] | None = []
         """The first samples; None once they are many."""
@@ -50,7 +51,7 @@ class StepModel:
             self._fit.observe(shape.features(), duration_ms)
             return
         self._first.append((shape, duration_ms))
-        self._fit = NonNegativeFit(_STEP_SCALES)
+        self._fit = NonNegativeFit(STEP_SCALES)
         believe(self._fit, self._first, self.expected)
         if len(self._first) >= NUM_FIRST:
             self._first = None
