@@ -36,6 +36,20 @@ def test_idle_time_does_not_count() -> None:
     assert forecast.wait_s("m", "a", 1000.0) == pytest.approx(5.1, rel=0.2)
 
 
+def test_clients_that_leave_before_their_first_token_do_not_get_others_refused() -> None:
+    forecast = busy(10.0, 0)
+    for second in range(10, 20):
+        forecast.came("m", "b", 1, float(second))
+        forecast.left("m", "b", second + 0.9)
+    assert forecast.wait_s("m", "a", 20.0) == pytest.approx(0.1, rel=0.2)
+
+
+def test_time_in_which_nothing_begins_counts_while_somebody_waits() -> None:
+    forecast = busy(10.0, 3)
+    forecast.left("m", "a", 13.0)
+    assert forecast.wait_s("m", "a", 13.0) > 1.2 * 3 / 10
+
+
 def test_who_would_wait_too_long_is_told_when_to_come_back() -> None:
     forecast = busy(10.0, 60)
     forecast.admit("m", "a", 10.0, 10.0)

@@ -1,9 +1,10 @@
 """How long will a new request wait for its first token? What waits, divided by the rate at which waiting ends.
 
-The rate is measured only while something waits, so it is what the cluster can do, not what it is asked to; by Little's
-law the quotient is the wait. A tenant waits for its own requests at its share of the rate, or for everybody's at the
-whole rate, whichever is sooner. Who would wait longer than it may is refused at once and told when to come back, so
-that what is taken in can be answered in time however much is asked. Pure: time comes in.
+The rate is measured only while something waits, so it is what the cluster can do, not what it is asked to; time at the
+end of which all who waited had left again does not count. By Little's law the quotient is the wait. A tenant waits for
+its own requests at its share of the rate, or for everybody's at the whole rate, whichever is sooner. Who would wait
+longer than it may is refused at once and told when to come back, so that what is taken in can be answered in time
+however much is asked. Pure: time comes in.
 """
 
 import math
@@ -28,6 +29,9 @@ class _Model:
     total: int = 0
     started: float = 0.0
     busy_s: float = 0.0
+    """Time in which something waited, up to the last first token, ..."""
+    unproven_s: float = 0.0
+    """... and since then."""
     last: float = 0.0
 
     def pass_time(self, now: float) -> None:
@@ -37,12 +41,14 @@ class _Model:
         if self.total and elapsed_s > 0:
             fade = math.exp(-elapsed_s / _MEMORY_S)
             self.started *= fade
-            self.busy_s = self.busy_s * fade + elapsed_s
+            self.busy_s *= fade
+            self.unproven_s = self.unproven_s * fade + elapsed_s
 
     @property
     def rate_per_s(self) -> float:
         """0 while it is not known."""
-        return self.started / self.busy_s if self.started >= _LEAST_SAMPLES and self.busy_s > 0 else 0.0
+        busy_s = self.busy_s + self.unproven_s
+        return self.started / busy_s if self.started >= _LEAST_SAMPLES and busy_s > 0 else 0.0
 
 
 class Forecast:
@@ -86,13 +92,18 @@ class Forecast:
 
     def began(self, model: str, tenant: str, now: float) -> None:
         """A sequence has its first token."""
+        found = self._model(model, now)
+        found.started += 1.0
+        found.busy_s += found.unproven_s
+        found.unproven_s = 0.0
         self.left(model, tenant, now)
-        self._models[model].started += 1.0
 
     def left(self, model: str, tenant: str, now: float) -> None:
-        """A sequence ended without one."""
+        """A sequence ended without one. If it was the last, the time since the last first token shows nothing."""
         found = self._model(model, now)
         found.total -= 1
+        if not found.total:
+            found.unproven_s = 0.0
         found.waiting[tenant] -= 1
         if not found.waiting[tenant]:
             del found.waiting[tenant]
