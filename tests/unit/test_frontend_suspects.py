@@ -45,6 +45,16 @@ def test_several_are_tried_one_at_a_time() -> None:
     assert innocent.deaths == ("w3",), "it had got tokens in between"
 
 
+def test_whoever_is_on_trial_is_not_to_blame_for_deaths_elsewhere() -> None:
+    suspects = Suspects()
+    on_trial, waiting, elsewhere = streams(3)
+    for worker_id in ("w1", "w2"):
+        suspects.died(worker_id, [on_trial, waiting], hung=False)
+    assert suspects.died("w3", [elsewhere], hung=False) is None
+    assert suspects.died("w4", [elsewhere], hung=False) is elsewhere
+    assert suspects.may_go(on_trial)
+
+
 def test_hangs_convict_late_and_not_when_the_worker_came_back() -> None:
     suspects = Suspects()
     (stream,) = streams(1)

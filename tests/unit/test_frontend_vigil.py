@@ -59,7 +59,9 @@ def test_slow_steps_seen_of_late_widen_the_bound_for_a_while() -> None:
     slow = msgspec.structs.replace(REPORT, steps=1, turns=1, timings=[StepTiming(0, 0, 1, 100, 1000.0)])
     vigil.reported("w", slow, 10.0)
     assert vigil.bound_s(worker) == pytest.approx(5.0)
-    for turn in range(2, 102):
+    vigil.reported("w", msgspec.structs.replace(REPORT, steps=2, turns=2), 10.0)
+    assert 4.5 < vigil.bound_s(worker) < 5.0
+    for turn in range(3, 103):
         vigil.reported("w", msgspec.structs.replace(REPORT, steps=turn, turns=turn), 10.0)
     assert vigil.bound_s(worker) == pytest.approx(2.0)
 
@@ -85,6 +87,10 @@ def test_an_own_stall_is_nobodys_fault() -> None:
     vigil.forgive(10.0)
     assert vigil.hanging(11.0) == []
     assert vigil.hanging(12.5)
+    idle, _ = watched()
+    idle.forgive(5.0)
+    assert idle.due_for_canary(14.0) == []
+    assert idle.due_for_canary(15.0) == ["w"]
 
 
 def test_canaries_are_due_when_idle_and_again_after_an_interval() -> None:
