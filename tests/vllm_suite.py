@@ -118,7 +118,7 @@ class VllmChecks:
 
     async def test_a_gap_in_the_events_heals(self) -> None:
         async with self._suite.bench() as bench:
-            feed = self._engine._feeds[0]
+            feed = self._engine._following.feeds[0]
             take = feed._order.on_live
             dropped: list[int] = []
 

@@ -7,7 +7,6 @@ and gets nothing until it is back; one that comes back as something else ends th
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 from array import array
@@ -25,16 +24,14 @@ from headwater.engines.attached.texts import server_texts, vocabulary_size
 from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
 from headwater.engines.card import served_names, text_artifacts
 from headwater.engines.external import ExternalEngine, Gathered, OpenStream
-from headwater.engines.kv_feed.subscription import Feed
+from headwater.engines.kv_feed.following import Following
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
-from headwater.engines.kv_feed.wire import ForeignBatch
 from headwater.engines.texts import ModelTexts
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InvalidRequest, Unavailable, WorkerLost
 from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import SequenceOutput
-from headwater.runtime.zeromq import ZmqContext
 from headwater.types import TOKEN_ID_BYTES
 
 _log = logging.getLogger(__name__)
@@ -63,9 +60,7 @@ class AttachedEngine(ExternalEngine):
         self._dialect: Dialect | None = None
         self._tokens: TokenDialect | None = None
         self._found: Description | None = None
-        self._translator: FeedTranslator | None = None
-        self._zmq: ZmqContext | None = None
-        self._feeds: list[Feed] = []
+        self._following: Following | None = None
         self._answers: dict[int, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._gathered = Gathered(self._on_outputs)
@@ -101,11 +96,8 @@ class AttachedEngine(ExternalEngine):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for feed in self._feeds:
-            feed.close()
-        if self._zmq is not None:
-            with contextlib.suppress(TimeoutError):
-                await self._zmq.term()
+        if self._following is not None:
+            await self._following.close()
         if self._server is not None:
             await self._server.close()
 
@@ -122,14 +114,13 @@ class AttachedEngine(ExternalEngine):
     def _follow_events(self, card: ModelCard, found: Description) -> None:
         if not found.feeds or found.block_size is None:
             return
-        self._translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
-        self._zmq = ZmqContext()
-        self._feeds = [Feed(self._zmq, address, self) for address in found.feeds]
+        translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
+        self._following = Following(self._address.url, found.feeds, translator, self.tell)
 
     def _tell_mode(self, info: EngineInfo) -> None:
         way = "token ids" if self._tokens is not None else "relayed requests"
         _log.info("attached to %s at %s: %s, %s", info.card.name, self._address.url, info.engine, way)
-        if not self._feeds:
+        if self._following is None:
             _log.warning(
                 "%s sends no KV events: what it has cached will only be guessed from what is sent there%s",
                 self._address.url,
@@ -154,7 +145,7 @@ class AttachedEngine(ExternalEngine):
             raise InvalidRequest(f"{num_resumed} tokens are there already of {request.sampling.max_tokens}")
         salt = salt_of(request.namespace, self._default_namespace)
         path, body = self._tokens.request(found.model, request, tokens, salt)
-        cached = self._expected_cached(stream) if self._feeds else None
+        cached = self._expected_cached(stream) if self._following is not None else None
         self._answer(request.stream, self._stream_tokens(server, stream, path, body, cached))
 
     def cancel(self, streams: Sequence[int]) -> None:
@@ -255,19 +246,6 @@ class AttachedEngine(ExternalEngine):
         # The last token is always computed, and with it the rest of its block.
         return min(count, (stream.num_prompt_tokens - 1) // self._block_size) * self._block_size
 
-    # ---- events
-
-    def on_batch(self, batch: ForeignBatch) -> None:
-        """From a feed."""
-        if self._translator is not None:
-            self.tell(self._translator.apply(batch))
-
-    def on_lost(self, reason: str) -> None:
-        """From a feed."""
-        _log.warning("KV events of %s were lost (%s): what it has cached is learned anew", self._address.url, reason)
-        if self._translator is not None:
-            self.tell(self._translator.clear())
-
     # ---- whether it is there
 
     async def _watch(self, server: Server, dialect: Dialect) -> None:
@@ -297,8 +275,8 @@ class AttachedEngine(ExternalEngine):
         _log.warning("the attached server is lost: %s", error)
         self.pause(Unavailable(f"the server at {self._address.url} does not answer", retry_after_s=_RETRY_S))
         self.cancel(list(self._answers))
-        if self._translator is not None:
-            self.tell(self._translator.clear())
+        if self._following is not None:
+            self._following.forget()
 
     async def _try_again(self, server: Server, dialect: Dialect) -> None:
         await dialect.is_healthy(server)

@@ -9,7 +9,6 @@ Batches are not invariant: a moved sequence goes on with what vLLM makes of prom
 """
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import shutil
@@ -30,9 +29,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
 from headwater.engines.external import ExternalEngine, OpenStream
-from headwater.engines.kv_feed.subscription import Feed, FeedAddress
+from headwater.engines.kv_feed.following import Following
+from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
-from headwater.engines.kv_feed.wire import ForeignBatch
 from headwater.engines.vllm.arguments import VllmArguments, bind_cores, events_config, memory_share, vllm_arguments
 from headwater.engines.vllm.describe import engine_info, resolved
 from headwater.engines.vllm.outputs import sequence_output
@@ -40,8 +39,8 @@ from headwater.engines.vllm.sampling import vllm_sampling
 from headwater.engines.vllm.timing import PrefillProgress
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InternalError, InvalidRequest, ModelError
 from headwater.kv.identity import namespace
+from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
-from headwater.runtime.zeromq import ZmqContext
 from headwater.types import TOKEN_ID_BYTES
 
 _log = logging.getLogger(__name__)
@@ -68,8 +67,7 @@ class VllmEngine(ExternalEngine):
         self._progress = PrefillProgress()
         self._stats: Any = None
         self._nonce = secrets.token_hex(4)
-        self._zmq: ZmqContext | None = None
-        self._feeds: list[Feed] = []
+        self._following: Following | None = None
         self._folder: Path | None = None
 
     # ---- life
@@ -89,9 +87,8 @@ class VllmEngine(ExternalEngine):
         info = engine_info(self.config, texts, llm, list(self._adapters))
         card = info.card
         self._default_namespace = namespace(card.fingerprint, card.kv_layout)
-        self._translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
         self._kv_blocks = info.kv_blocks
-        self._follow_events()
+        self._follow_events(llm, card)
         self._spawn(self._send_all())
         self._spawn(self._receive_all())
         progress(Progress("ready", detail=card.name))
@@ -101,11 +98,8 @@ class VllmEngine(ExternalEngine):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for feed in self._feeds:
-            feed.close()
-        if self._zmq is not None:
-            with contextlib.suppress(TimeoutError):
-                await self._zmq.term()
+        if self._following is not None:
+            await self._following.close()
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, _SHUTDOWN_TIMEOUT_S)
@@ -128,16 +122,15 @@ class VllmEngine(ExternalEngine):
             )
         return arguments
 
-    def _follow_events(self) -> None:
-        llm = self._llm
-        sources = llm.get_kv_event_sources() if llm is not None else {}
-        published = [source for source in sources.values() if source.publisher == "zmq"]
-        if not published:
-            return
-        self._zmq = ZmqContext()
-        for source in published:
-            address = FeedAddress.published(source.endpoint, source.topic, source.replay_endpoint, "127.0.0.1")
-            self._feeds.append(Feed(self._zmq, address, self))
+    def _follow_events(self, llm: AsyncLLM, card: ModelCard) -> None:
+        addresses = [
+            FeedAddress.published(source.endpoint, source.topic, source.replay_endpoint, "127.0.0.1")
+            for source in llm.get_kv_event_sources().values()
+            if source.publisher == "zmq"
+        ]
+        if addresses:
+            translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
+            self._following = Following("vLLM", addresses, translator, self.tell)
 
     # ---- work
 
@@ -278,15 +271,6 @@ class VllmEngine(ExternalEngine):
                 self._drop(number)
             told.append(translated)
         self.deliver(told)
-
-    def on_batch(self, batch: ForeignBatch) -> None:
-        """From a feed."""
-        self.tell(self._translator.apply(batch))
-
-    def on_lost(self, reason: str) -> None:
-        """From a feed."""
-        _log.warning("KV events were lost (%s): what vLLM has cached is learned anew", reason)
-        self.tell(self._translator.clear())
 
     # ---- inner life
 
