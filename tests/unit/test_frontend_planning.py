@@ -147,7 +147,7 @@ def test_decisions_become_traffic() -> None:
     waiting.worker_id, waiting.outcome = "w0", "running"
     log.add(waiting)
     log.add(DecisionRecord("refused", MODEL, RealClock().epoch(), 500, 1))
-    served = served_of(log, {f"w{number}": MODEL for number in range(4)}, MODEL)
+    served = served_of(log, {f"w{number}" for number in range(4)})
     assert len(served) == 11
     assert [one.at_ms for one in served] == sorted(one.at_ms for one in served)
     assert served[0].tpot_ms == pytest.approx(30.0)

@@ -94,13 +94,7 @@ def _decision(decision: Decision | None) -> dict[str, Any] | None:
         "changed": decision.changed,
         "reason": decision.reason,
         "correction": {"prefill": decision.correction.prefill, "decode": decision.correction.decode},
-        "traffic": None
-        if summary is None
-        else {
-            "requests_per_s": summary.requests_per_s,
-            "prompt_tokens_per_s": summary.prompt_tokens_per_s,
-            "output_tokens_per_s": summary.output_tokens_per_s,
-        },
+        "traffic": None if summary is None else asdict(summary),
         "candidates": [
             {
                 "plan": plan.describe(),

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -142,7 +142,7 @@ class Planning:
         """Workers of each model that has adaptive ones, if this frontend is the one to plan."""
         found: dict[str, list[WorkerView]] = {}
         for worker in sorted(self._view.workers, key=lambda worker: worker.worker_id):
-            if worker.connected and worker.instance.state == "ready":
+            if worker.usable:
                 found.setdefault(worker.instance.card.fingerprint, []).append(worker)
         for fingerprint in self.plans.keys() - found.keys():
             del self.plans[fingerprint]
@@ -165,25 +165,23 @@ class Planning:
 
     def believed(self) -> dict[str, list[WorkerModel]]:
         """What is known of the workers of each model, as far as their step times are."""
-        found: dict[str, list[WorkerModel]] = {}
         by_model: dict[str, list[WorkerView]] = {}
         for worker in self._view.workers:
-            if worker.connected and worker.instance.state == "ready":
+            if worker.usable:
                 by_model.setdefault(worker.instance.card.name, []).append(worker)
-        for name, workers in by_model.items():
-            steps = {name: self._view.perf.steps(name) for name in {time_class(one.instance) for one in workers}}
-            pool = pool_of(workers, steps, self._settings.link_bytes_per_ms)
-            if pool is not None:
-                found[name] = pool
-        return found
+        pools = {name: self._pool(workers) for name, workers in by_model.items()}
+        return {name: pool for name, pool in pools.items() if pool is not None}
+
+    def _pool(self, workers: Sequence[WorkerView]) -> list[WorkerModel] | None:
+        steps = {name: self._view.perf.steps(name) for name in {time_class(worker.instance) for worker in workers}}
+        return pool_of(workers, steps, self._settings.link_bytes_per_ms)
 
     async def _plan(self, fingerprint: str, workers: list[WorkerView]) -> None:
         now_ms = self._clock.epoch() * 1000
         kept = self._kept(fingerprint, workers, now_ms)
-        steps = {name: self._view.perf.steps(name) for name in {time_class(worker.instance) for worker in workers}}
-        pool = pool_of(workers, steps, self._settings.link_bytes_per_ms)
+        pool = self._pool(workers)
         if pool is not None:
-            self._observe(kept, fingerprint, workers)
+            self._observe(kept, workers)
             await self._decide(kept, now_ms, pool)
         self._tell_roles(kept, workers)
 
@@ -201,9 +199,8 @@ class Planning:
         kept = self.plans[fingerprint] = ModelPlan(planner, ids)
         return kept
 
-    def _observe(self, kept: ModelPlan, fingerprint: str, workers: list[WorkerView]) -> None:
-        models = {worker.worker_id: worker.instance.card.fingerprint for worker in workers}
-        kept.planner.traffic.refill(served_of(self._log, models, fingerprint))
+    def _observe(self, kept: ModelPlan, workers: list[WorkerView]) -> None:
+        kept.planner.traffic.refill(served_of(self._log, set(kept.workers)))
         own = sum(worker.booked_sequences for worker in workers)
         foreign = sum(worker.foreign.num_sequences for worker in workers if worker.foreign is not None)
         kept.planner.share = max(0.01, own / (own + foreign)) if own else 1.0

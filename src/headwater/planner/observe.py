@@ -1,6 +1,6 @@
 """What a frontend knows, as the planner takes it: decisions made become traffic, workers become models of time."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import log2, nan
 
 from headwater.perf.curve import StepCurve
@@ -16,16 +16,12 @@ _KNOWN_SAMPLES = 16.0
 """Measured steps below which nothing is believed of a class of workers."""
 
 
-def served_of(records: Iterable[DecisionRecord], fingerprint_of: Mapping[str, str], fingerprint: str) -> list[Served]:
-    """Requests of one model that were given to workers, in order of arrival; times in ms since the epoch.
+def served_of(records: Iterable[DecisionRecord], worker_ids: Collection[str]) -> list[Served]:
+    """Requests that were given to these workers, in order of arrival; times in ms since the epoch.
 
-    `fingerprint_of`: by worker. Answers of a prompt with several count as one of their mean length.
+    Answers of a prompt with several count as one of their mean length.
     """
-    found = [
-        _served(record)
-        for record in records
-        if record.worker_id is not None and fingerprint_of.get(record.worker_id) == fingerprint
-    ]
+    found = [_served(record) for record in records if record.worker_id in worker_ids]
     return sorted(found, key=lambda served: served.at_ms)
 
 
