@@ -19,8 +19,9 @@ from headwater.config.schema import RuntimeConfig
 from headwater.config.units import about_bytes, parse_bytes
 from headwater.errors import ConfigError, StoreError, Unavailable
 from headwater.kv.node import benchmark, wire
+from headwater.kv.node.address import default_socket
 from headwater.kv.node.client import StoreClient
-from headwater.kv.node.open import NodeOptions, default_socket, parse_disk, serve_store
+from headwater.kv.node.open import NodeOptions, parse_disk, serve_store
 from headwater.kv.node.peering import Address, PeeringOptions, parse_address, read_key
 from headwater.kv.stores.disk import DiskOptions
 from headwater.kv.stores.ledgered import TierOptions

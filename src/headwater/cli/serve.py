@@ -22,7 +22,7 @@ from headwater.cli.http import Server
 from headwater.cli.log_writer import LogWriter
 from headwater.cli.serve_display import ServeDisplay, prefix, print_ready
 from headwater.config.fields import secrets_of, sections_of
-from headwater.config.schema import ServeConfig
+from headwater.config.schema import KvConfig, ServeConfig
 from headwater.config.units import about_bytes
 from headwater.deploy.clusters import ClusterFolder, ClusterRecord, cluster_folder
 from headwater.deploy.local import LocalSupervisor, parts_of
@@ -35,7 +35,6 @@ from headwater.logs import configure_logging
 from headwater.protocol.cluster import Instance
 from headwater.runtime.endpoints import is_loopback
 from headwater.runtime.registry.open import open_registry
-from headwater.tiers.node import node_options
 from headwater.worker.roles import num_workers
 
 _log = logging.getLogger("headwater.serve")
@@ -101,6 +100,14 @@ def _check_memory(config: ServeConfig) -> None:
         )
 
 
+def _check_store(config: KvConfig) -> None:
+    """What is said of a KV store can be had. Who says nothing of one does not wait for its code to be loaded."""
+    if config != KvConfig():
+        from headwater.tiers.node import node_options
+
+        node_options(config)
+
+
 def placed(config: ServeConfig, port: int, folder: ClusterFolder) -> ServeConfig:
     """The configuration with what was left open filled in, and the graph announced to `headwater status`."""
     registry = config.runtime.registry or (folder.path / "registry").as_uri()
@@ -108,7 +115,7 @@ def placed(config: ServeConfig, port: int, folder: ClusterFolder) -> ServeConfig
     key = config.frontend.operator_key or secrets.token_urlsafe(32)
     url = base_url(config.frontend.host, port, tls=bool(cert))
     config = msgspec.structs.replace(config, workers=len(config.engine.attach) or num_workers(config))
-    node_options(config.kv)
+    _check_store(config.kv)
     folder.publish(ClusterRecord(pid=os.getpid(), url=url, registry=registry, started=time.time(), key=key, cert=cert))
     return msgspec.structs.replace(
         config,

@@ -30,7 +30,8 @@ def worker_part(config: ServeConfig, seat: Seat, reporter: Reporter) -> int:
 
 def store_part(config: ServeConfig, seat: Seat, reporter: Reporter) -> int:
     from headwater.kv.node.open import serve_store
-    from headwater.tiers.node import node_options, store_socket
+    from headwater.tiers.node import node_options
+    from headwater.tiers.socket import store_socket
 
     path = store_socket(config.kv)
     assert path is not None, "a store without an address"

@@ -3,20 +3,13 @@
 from pathlib import Path
 
 from headwater.config.schema import KvConfig
-from headwater.kv.node.open import NodeOptions, default_socket, parse_disk
+from headwater.kv.node.open import NodeOptions, parse_disk
 from headwater.kv.node.peering import PeeringOptions, parse_address, read_key
 from headwater.kv.stores.disk import DiskOptions
 from headwater.kv.stores.ledgered import TierOptions
 
 _LEAST_HOST_BYTES = 1 << 30
 """What comes from lower tiers passes through the host tier."""
-
-
-def store_socket(config: KvConfig) -> Path | None:
-    """Where this node's store listens; None when there is none."""
-    if config.kv_socket is not None:
-        return Path(config.kv_socket).expanduser()
-    return default_socket() if config.own_store else None
 
 
 def node_options(config: KvConfig) -> NodeOptions:

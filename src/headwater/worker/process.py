@@ -21,7 +21,7 @@ from headwater.engines.registry import create_engine
 from headwater.errors import ConfigError
 from headwater.runtime.planes import open_planes
 from headwater.runtime.registry.open import open_registry
-from headwater.tiers.node import store_socket
+from headwater.tiers.socket import store_socket
 from headwater.worker.roles import role_of, transfer_options
 from headwater.worker.shell import ShellConfig, WorkerShell
 

@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-import os
 import signal
 import socket
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,8 +28,6 @@ from headwater.types import Tier
 logger = logging.getLogger(__name__)
 
 ColdFormat = Literal["exact", "int8"]
-
-SOCKET_NAME = "kv.sock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +115,3 @@ async def serve_store(options: NodeOptions, path: Path, on_ready: Callable[[], N
         await server.close()
         await peering.close()
         await store.close()
-
-
-def default_socket() -> Path:
-    """Where this user's store of the node listens unless told otherwise; the folder is closed to others."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(base) / f"headwater-{os.geteuid()}" / SOCKET_NAME
