@@ -21,6 +21,10 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
     """Empty when blocks are shared by all."""
     payload_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAYLOAD_BYTES)]
 
+    def matches(self, tenant: str | None, model: str | None) -> bool:
+        """Whether it is of that tenant and that model; None is any."""
+        return tenant in (None, self.tenant) and model in (None, self.model)
+
 
 class Block(NamedTuple):
     """One committed block, without its bytes."""

@@ -23,6 +23,9 @@ class Families:
     def __getitem__(self, number: int) -> Family:
         return self._families[number]
 
+    def __iter__(self) -> Iterator[Family]:
+        return iter(self._families)
+
     def find(self, family: Family) -> int:
         """Its number, or -1."""
         return self._numbers.get(family, -1)
@@ -52,11 +55,7 @@ class Families:
         self._bytes[number] += num_bytes
 
     def matching(self, tenant: str | None, model: str | None) -> set[int]:
-        return {
-            number
-            for number, family in enumerate(self._families)
-            if tenant in (None, family.tenant) and model in (None, family.model)
-        }
+        return {number for number, family in enumerate(self._families) if family.matches(tenant, model)}
 
     def usage(self) -> Iterator[tuple[Family, int, int]]:
         """(family, blocks, bytes) of those that have any."""

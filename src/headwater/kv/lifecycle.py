@@ -244,8 +244,7 @@ class Ledger:
                 self._strand(reservation)
         gone = 0
         for number, (slot, record) in enumerate(self.records(), start=1):
-            family = self.families[record.family]
-            if tenant in (None, family.tenant) and model in (None, family.model):
+            if self.families[record.family].matches(tenant, model):
                 gone += self.drop(slot)
             if number % _CLEAR_STEP == 0:
                 yield gone

@@ -50,11 +50,7 @@ class MemoryTier:
 
     async def clear(self, *, tenant: str | None = None, model: str | None = None) -> int:
         self._check_open()
-        doomed = [
-            block_id
-            for block_id, (family, _, _) in self._blocks.items()
-            if tenant in (None, family.tenant) and model in (None, family.model)
-        ]
+        doomed = [block_id for block_id, (family, _, _) in self._blocks.items() if family.matches(tenant, model)]
         return sum(self._drop(block_id) for block_id in doomed)
 
     def usage(self) -> TierUsage:

@@ -272,11 +272,7 @@ class PeerTier:
 
     async def clear(self, *, tenant: str | None = None, model: str | None = None) -> int:
         self._check_open()
-        meant = [
-            block_id
-            for block_id, seen in self._seen.items()
-            if tenant in (None, seen.family.tenant) and model in (None, seen.family.model)
-        ]
+        meant = [block_id for block_id, seen in self._seen.items() if seen.family.matches(tenant, model)]
         return sum(map(self._forget, meant))
 
     def usage(self) -> TierUsage:

@@ -136,7 +136,7 @@ class Upkeep:
         """Delete every object of the families that match, whoever wrote it; how many blocks."""
         cleared = self._clear_gathered(tenant, model)
         for digest, family in (await self._all_families()).items():
-            if tenant in (None, family.tenant) and model in (None, family.model):
+            if family.matches(tenant, model):
                 async for chunk in self._bucket.list(family_folder(digest)):
                     keys = [key for key, _ in _runs(chunk)]
                     cleared += sum(map(self._num_blocks, keys))
@@ -148,8 +148,7 @@ class Upkeep:
         return catalogue.drop_gathered(
             loose.block.id
             for loose in catalogue.gathering.oldest()
-            if tenant in (None, (family := catalogue.families[loose.shape.family]).tenant)
-            and model in (None, family.model)
+            if catalogue.families[loose.shape.family].matches(tenant, model)
         )
 
     async def _all_families(self) -> dict[bytes, Family]:
