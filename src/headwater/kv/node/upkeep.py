@@ -64,9 +64,8 @@ async def warm(store: NodeStore, max_bytes: int) -> int:
     space = store.host.ledger.space
     room = min(max_bytes, int(store.host.options.rules.low_watermark * space.num_bytes) - space.used_bytes)
     before = store.host.ledger.table.num_blocks
-    families = [disk.ledger.families[number] for number in range(len(disk.ledger.families))]
     # A large table takes seconds to sort: not on the event loop.
-    runs = await asyncio.to_thread(_newest_runs, disk.ledger.table.snapshot(), families, room)
+    runs = await asyncio.to_thread(_newest_runs, disk.ledger.table.snapshot(), list(disk.ledger.families), room)
     for run in runs:
         await store.fetch(run, Priority.BACKGROUND, _WARM_TIMEOUT_S)
     return max(0, store.host.ledger.table.num_blocks - before)

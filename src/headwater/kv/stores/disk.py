@@ -113,8 +113,8 @@ class DiskTier(LedgerTier):
             ]
             if pieces:
                 self._save_families()
-                done = self._judge(await self._io.write(pieces)).done
-                checksums = {piece.number: piece.checksum for piece in pieces if piece.number in set(done)}
+                done = set(self._judge(await self._io.write(pieces)).done)
+                checksums = {piece.number: piece.checksum for piece in pieces if piece.number in done}
         finally:
             committed.update(self.ledger.commit(_HOLDER, ticket, checksums, int(self._clock.epoch())))
         return kept(answers, committed)
@@ -146,7 +146,7 @@ class DiskTier(LedgerTier):
 
     def _save_families(self) -> None:
         """A record must never name a family that the manifest does not have."""
-        families = [self.ledger.families[number] for number in range(len(self.ledger.families))]
+        families = list(self.ledger.families)
         if families != self._files.manifest.families:
             self._files.write_manifest(families)
 
