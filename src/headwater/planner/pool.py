@@ -5,11 +5,8 @@ from functools import cached_property
 
 from headwater.perf.curve import StepCurve
 from headwater.perf.model import StepShape
-
-NOTICE_MS = 2.0
-"""From the last byte to the first step that decodes."""
-HIDDEN_PARTS = 4
-"""A chunk is pushed in so many groups of layers while it is computed: of its transfer the last part shows."""
+from headwater.router.disagg import HIDDEN_PARTS as HIDDEN_PARTS
+from headwater.router.disagg import NOTICE_MS as NOTICE_MS
 
 
 @dataclass(frozen=True)

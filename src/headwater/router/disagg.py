@@ -30,7 +30,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 NOTICE_MS = 2.0
 """From the last byte to the first step that decodes."""
-_HIDDEN_PARTS = 4
+HIDDEN_PARTS = 4
 """What is computed is moved in about so many parts meanwhile; the last one shows."""
 _STALL_WAITING = 0.4
 _SMALL_PART = 0.25
@@ -155,7 +155,7 @@ def _remote(settings: DisaggSettings, request: RouteRequest, decoder: WorkerView
         after += occupied.step_ms
     missing = request.num_prompt_tokens - request.cached_tokens.get(decoder.worker_id, 0)
     moved_ms = missing * decoder.instance.card.kv_bytes_per_token / settings.link_bytes_per_ms
-    handoff = NOTICE_MS + moved_ms / _HIDDEN_PARTS + max(0.0, moved_ms - added)
+    handoff = NOTICE_MS + moved_ms / HIDDEN_PARTS + max(0.0, moved_ms - added)
     inflicted = added * (occupied.num_decoding + _STALL_WAITING * occupied.num_prefilling)
     return PrefillOption(worker.worker_id, after, handoff, inflicted, cached)
 
