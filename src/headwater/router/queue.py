@@ -169,14 +169,11 @@ class AdmissionQueue:
     # What is open
 
     def is_open(self, worker: WorkerView) -> bool:
-        """A few prompts never close a worker, however long: it can share its steps, we cannot."""
-        most = self.limits.backlog_chunks
-        return worker.backlog_sequences <= most or worker.backlog_tokens <= most * worker.chunk_tokens
+        return _has_room(worker, self.limits.backlog_chunks)
 
     def _is_nearly_open(self, worker: WorkerView) -> bool:
         """Has room for those who pass the line: as much again as for everybody, so there is an end to it."""
-        most = 2 * self.limits.backlog_chunks
-        return worker.backlog_sequences <= most or worker.backlog_tokens <= most * worker.chunk_tokens
+        return _has_room(worker, 2 * self.limits.backlog_chunks)
 
     def waiting_by_tenant(self) -> dict[str, int]:
         counts: dict[str, int] = {}
@@ -392,3 +389,8 @@ class AdmissionQueue:
         if fullest == newcomer.tenant or own >= shares[fullest]:
             return last if last.tenant == newcomer.tenant and last.priority < newcomer.priority else None
         return last
+
+
+def _has_room(worker: WorkerView, most_chunks: float) -> bool:
+    """A few prompts never close a worker, however long: it can share its steps, we cannot."""
+    return worker.backlog_sequences <= most_chunks or worker.backlog_tokens <= most_chunks * worker.chunk_tokens
