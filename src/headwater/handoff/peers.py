@@ -135,10 +135,9 @@ class PrefillPeers:
         await asyncio.gather(*[peer.close() for peer in peers], *self._closing)
 
     def _forget(self, peer: _Peer) -> None:
-        for worker_id, known in list(self._peers.items()):
-            if known is peer:
-                del self._peers[worker_id]
-        self._drop(peer)
+        if self._peers.get(peer.worker_id) is peer:  # else a new connection has taken its place, and it is dropped
+            del self._peers[peer.worker_id]
+            self._drop(peer)
 
     def _drop(self, peer: _Peer) -> None:
         self._owner.on_left(peer.worker_id)
