@@ -202,6 +202,19 @@ def test_a_sibling_does_not_wait_for_a_leader_that_is_gone() -> None:
     drain(run)
 
 
+def test_a_sibling_waits_for_the_rest_of_what_another_one_is_loading() -> None:
+    run = Run()
+    prompt = [5] * 17 + [6]
+    run.scheduler.add(request(1, prompt, 3), 0.0, load_s=10.0)
+    assert run.step() is None
+    run.scheduler.exchange.arrived(1, 2)
+    run.scheduler.add(request(2, prompt, 3), 0.0)
+    assert run.step(1.0) is None
+    run.scheduler.abort([2, 1])
+    run.scheduler.exchange.stopped(1)
+    drain(run)
+
+
 def test_strangers_pass_those_who_wait_for_a_prefix() -> None:
     run = Run(max_num_batched_tokens=32)
     run.add(request(1, [5] * 20, 1), request(2, [5] * 20, 1), request(3, [6] * 3, 1))
