@@ -35,10 +35,6 @@ class Shares:
     def group_of(self, tenant: str) -> int:
         return self._groups.get(tenant, OTHERS)
 
-    def used_bytes(self, tenant: str) -> int:
-        """Of the tenant's group."""
-        return self._used[self.group_of(tenant)]
-
     def charge(self, group: int, num_bytes: int) -> None:
         """Negative to give back."""
         self._used[group] += num_bytes

@@ -222,8 +222,7 @@ class _Connection(asyncio.Protocol):
             raise ProtocolError(f"version {hello.version} where {wire.VERSION} is spoken, or greeted twice")
         self.name = hello.name or f"client {self.holder}"
         host = self._server.store.host
-        rules = host.options.rules
-        welcome = wire.Welcome(hello.serial, wire.VERSION, host.pool.layout, rules.lease_s, rules.write_s, rules.ttl_s)
+        welcome = wire.Welcome(hello.serial, wire.VERSION, host.pool.layout, host.options.rules.ttl_s)
         try:
             socket.send_fds(self._client, [wire.encode(welcome)], [host.pool.fd])
         except OSError as error:

@@ -146,8 +146,6 @@ class Warm(_Message, frozen=True):
 class Welcome(_Message, frozen=True):
     version: int
     layout: PoolLayout
-    lease_s: float
-    write_s: float
     ttl_s: float | None
     """Blocks older than this are not to be read."""
 

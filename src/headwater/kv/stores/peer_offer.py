@@ -61,7 +61,6 @@ class PeerOffer:
         self._holders = count(-1, -1)  # the node's own clients count upwards
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self.num_lent_bytes = 0
 
     async def listen(self, address: str, port: int) -> int:
         """The port. Raises `ConfigError`."""
@@ -135,8 +134,7 @@ class PeerOffer:
         blocks: list[LentBlock | None] = [None] * len(ids)
         for number, _, record in lease:
             blocks[number] = LentBlock(record.block.parent, record.block.position, record.block.checksum)
-        self.num_lent_bytes += len(lease) * wish.family.payload_bytes
-        return Lent(wish.serial, ticket, self._host.options.rules.lease_s, blocks, self._places(lease))
+        return Lent(wish.serial, ticket, blocks, self._places(lease))
 
     def _places(self, lease: Lease) -> list[Place]:
         groups: dict[tuple[int, int], list[tuple[int, int]]] = {}

@@ -92,7 +92,6 @@ class LentBlock(msgspec.Struct, frozen=True, array_like=True):
 class Lent(msgspec.Struct, frozen=True, array_like=True, tag=True):
     serial: int
     ticket: int
-    lease_s: float
     blocks: list[LentBlock | None]
     """One per id; None: not here (any more), or more than is lent at once."""
     places: list[Place]

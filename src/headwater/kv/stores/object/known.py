@@ -43,9 +43,6 @@ class KnownBlocks:
     def run(self, name: bytes) -> KnownRun | None:
         return self._runs.get(name)
 
-    def runs(self) -> list[KnownRun]:
-        return list(self._runs.values())
-
     def touch(self, run: KnownRun) -> None:
         if run.name in self._runs:
             self._runs.move_to_end(run.name)
