@@ -110,3 +110,30 @@ def test_a_pause_ends_what_runs_and_refuses_until_it_is_over() -> None:
         await engine.close()
 
     uvloop.run(scenario())
+
+
+def test_a_task_that_fails_ends_the_engine_and_the_others_end_with_it() -> None:
+    async def scenario() -> None:
+        engine, bench = await started()
+        ended = asyncio.Event()
+
+        async def waits() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        async def breaks() -> None:
+            raise KeyError("x")
+
+        bench.engine.submit([bench.request([3] * 20)])
+        engine.spawn(waits())
+        engine.spawn(breaks())
+        await asyncio.sleep(0.01)
+        assert bench.recorder.error(1).code == "engine_failed"
+        assert len(bench.recorder.failures) == 1
+        assert not ended.is_set()
+        await engine.close()
+        assert ended.is_set()
+
+    uvloop.run(scenario())

@@ -9,10 +9,12 @@ that were delivered before it. Everything runs on the event loop that called `st
 
 import asyncio
 import contextlib
+import logging
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -20,12 +22,22 @@ from headwater.clock import Clock, RealClock
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo, EngineListener, KvPort, ProgressSink
 from headwater.engines.limits import limits_of
-from headwater.errors import DeadlineExceeded, Draining, HeadwaterError, InternalError, Overloaded, WorkerLost
+from headwater.errors import (
+    DeadlineExceeded,
+    Draining,
+    EngineFailed,
+    HeadwaterError,
+    InternalError,
+    Overloaded,
+    WorkerLost,
+)
 from headwater.kv.resident import ResidentBlocks
 from headwater.protocol.events import LoadReport, StepTiming, WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.types import Role
+
+_log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.02
 """Least time between two load reports of a busy engine."""
@@ -81,6 +93,7 @@ class ExternalEngine(ABC):
         self._timings: list[StepTiming] = []
         self._next_report = 0.0
         self._report_timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._drained = asyncio.Event()
         self._draining = False
         self._closed = False
@@ -166,6 +179,9 @@ class ExternalEngine(ABC):
         self._end_all(error)
         if streams:
             self.cancel(streams)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.close_engine()
 
     # ---- what a subclass reports
@@ -231,6 +247,12 @@ class ExternalEngine(ABC):
     @property
     def paused(self) -> bool:
         return self._pausing is not None
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Until it ends or the engine is closed. An error that it does not handle is the engine's end."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
 
     def note_changed(self) -> None:
         """Load may have changed: report soon."""
@@ -321,6 +343,12 @@ class ExternalEngine(ABC):
         timings, self._timings = self._timings, []
         if self._listener is not None:
             self._listener.on_events([msgspec.structs.replace(self.load(), timings=timings)])
+
+    def _task_done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a task of the engine failed", exc_info=error)
+            self.fail(EngineFailed(f"{type(error).__name__}: {error}"))
 
     def _arm_heartbeat(self) -> None:
         self._report_timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)

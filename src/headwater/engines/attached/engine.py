@@ -62,7 +62,6 @@ class AttachedEngine(ExternalEngine):
         self._found: Description | None = None
         self._following: Following | None = None
         self._answers: dict[int, asyncio.Task[None]] = {}
-        self._background: set[asyncio.Task[None]] = set()
         self._gathered = Gathered(self._on_outputs)
         self._pace = Pace(config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS)
         self._said: ServerLoad | None = None
@@ -86,16 +85,16 @@ class AttachedEngine(ExternalEngine):
             self._default_namespace = namespace(card.fingerprint, card.kv_layout)
             self._block_size = card.block_size
             self._follow_events(card, found)
-        self._run(self._watch(server, dialect))
+        self.spawn(self._watch(server, dialect))
         self._tell_mode(info)
         progress(Progress("ready", detail=info.card.name))
         return info
 
     async def close_engine(self) -> None:
-        tasks = [*self._answers.values(), *self._background]
-        for task in tasks:
+        answers = list(self._answers.values())
+        for task in answers:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*answers, return_exceptions=True)
         if self._following is not None:
             await self._following.close()
         if self._server is not None:
@@ -328,17 +327,6 @@ class AttachedEngine(ExternalEngine):
             hardware=f"attached-{self._address.url}",
             batch_invariant=False,
         )
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("watching the attached server failed", exc_info=error)
-            self.fail(EngineFailed(f"watching the attached server failed: {error!r}"))
 
 
 def _token_dialect(dialect: Dialect) -> TokenDialect | None:

@@ -43,8 +43,6 @@ from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.types import TOKEN_ID_BYTES
 
-_log = logging.getLogger(__name__)
-
 _PULSE_S = 5.0
 """Between two signs of life while vLLM starts."""
 _SHUTDOWN_TIMEOUT_S = 8.0
@@ -63,7 +61,6 @@ class VllmEngine(ExternalEngine):
         """Streams of which nothing has come."""
         self._outbox: asyncio.Queue[EngineCoreRequest | list[str]] = asyncio.Queue()
         """Bounded by the open streams."""
-        self._tasks: set[asyncio.Task[None]] = set()
         self._progress = PrefillProgress()
         self._stats: Any = None
         self._nonce = secrets.token_hex(4)
@@ -89,15 +86,12 @@ class VllmEngine(ExternalEngine):
         self._default_namespace = namespace(card.fingerprint, card.kv_layout)
         self._kv_blocks = info.kv_blocks
         self._follow_events(llm, card)
-        self._spawn(self._send_all())
-        self._spawn(self._receive_all())
+        self.spawn(self._send_all())
+        self.spawn(self._receive_all())
         progress(Progress("ready", detail=card.name))
         return info
 
     async def close_engine(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._following is not None:
             await self._following.close()
         llm, self._llm = self._llm, None
@@ -149,7 +143,7 @@ class VllmEngine(ExternalEngine):
                 self._drop(request.stream)
                 raise
         else:
-            self._spawn(self._send_structured(name, stream, tokens))
+            self.spawn(self._send_structured(name, stream, tokens))
 
     def cancel(self, streams: Sequence[int]) -> None:
         names = [self._drop(stream) for stream in streams]
@@ -279,17 +273,6 @@ class VllmEngine(ExternalEngine):
         self._names.pop(name, None)
         self._waiting.discard(stream)
         return name
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a task of the vLLM engine failed", exc_info=error)
-            self.fail(EngineFailed(f"{type(error).__name__}: {error}"))
 
 
 async def _pulse(progress: ProgressSink) -> None:
