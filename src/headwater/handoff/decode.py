@@ -74,10 +74,6 @@ class DecodeSide:
         self._ticker: asyncio.TimerHandle | None = None
         self._ticked = 0.0
 
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
     def submit(self, request: EngineRequest) -> None:
         """Take a request that names a prefill worker."""
         where = request.prefill

@@ -72,10 +72,6 @@ class Intake:
         self._unwanted = False
         self.closed = False
 
-    @property
-    def num_arrived(self) -> int:
-        return self._arrived
-
     def announced(self, first_block: int, num_blocks: int) -> list[Action]:
         """The prefill worker says that blocks can be read."""
         end = first_block + num_blocks
