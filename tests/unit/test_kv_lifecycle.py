@@ -267,6 +267,36 @@ def test_blocks_past_their_time_are_not_served() -> None:
     assert known(ledger, [0]) == [False]
 
 
+def test_writers_together_hold_no_more_than_their_part() -> None:
+    ledger = make_ledger(chunks=1, rules=Rules(max_reserved=0.25))
+    first, answers = ledger.reserve(1, FAMILIES[0], blocks_of(list(range(6))), 0.0)
+    assert [isinstance(answer, int) for answer in answers] == [True] * 4 + [False] * 2
+    assert ledger.reserve(2, FAMILIES[0], blocks_of([9]), 0.0)[1] == [Refusal.FULL]
+    ledger.commit(1, first, {slot: 1 for slot in answers if isinstance(slot, int)}, 0)
+    assert store(ledger, [9], holder=2) == 1, "what was committed does not count any more"
+
+
+def test_leases_of_a_holder_that_died_keep_nothing() -> None:
+    ledger = make_ledger(chunks=1)
+    store(ledger, list(range(16)))
+    ledger.lease(2, FAMILIES[0], b"".join(CHAIN[:16]), 0.0, 0)
+    assert store(ledger, [20]) == 0, "all are being read"
+    ledger.drop_holder(2)
+    assert store(ledger, [20]) == 1
+
+
+def test_above_the_high_watermark_room_is_made_down_to_the_low_one() -> None:
+    ledger = make_ledger(chunks=1, rules=Rules(max_reserved=1.0, high_watermark=0.75, low_watermark=0.5))
+    store(ledger, list(range(12)))
+    assert ledger.trim() == 0, "at the mark, not above it"
+    store(ledger, [12])
+    assert ledger.trim(max_blocks=2) == 2
+    assert ledger.trim() == 0, "below the high mark again"
+    store(ledger, list(range(10, 14)))
+    assert ledger.trim() == 6
+    assert ledger.space.used_bytes == 8 * 4096
+
+
 def test_the_head_of_a_chain_outlives_its_tail() -> None:
     for policy in ("lru", "s3fifo", "cost"):
         ledger = make_ledger(policy, chunks=1)
