@@ -17,6 +17,7 @@ from headwater.kv.identity import chain_block_ids, namespace
 from headwater.protocol.events import BlocksStored
 from headwater.protocol.request import EngineRequest, SequenceOutput, StructuredSpec, TokenLogprobs
 from headwater.scheduler.limits import SchedulerLimits
+from headwater.scheduler.outside import Export, FirstToken
 from headwater.scheduler.plan import StepPlan, StepResult
 from headwater.scheduler.scheduler import Scheduler
 
@@ -212,6 +213,19 @@ def test_a_sibling_waits_for_the_rest_of_what_another_one_is_loading() -> None:
     assert run.step(1.0) is None
     run.scheduler.abort([2, 1])
     run.scheduler.exchange.stopped(1)
+    drain(run)
+
+
+def test_nothing_is_said_of_an_exported_sequence_once_it_is_released() -> None:
+    run = Run()
+    for stream in (1, 2):
+        run.scheduler.add(request(stream, [stream] * 9, 5), 0.0, load_s=10.0, export=Export(0, 60.0))
+    assert run.step() is None
+    for stream in (1, 2):
+        run.scheduler.prefilled(stream, FirstToken(7))
+    run.scheduler.release(1)
+    assert [output.stream for output in run.scheduler.take_outputs()] == [2]
+    run.scheduler.release(2)
     drain(run)
 
 
