@@ -180,11 +180,15 @@ class Catalogue:
                 break
             if name in spared or name in self.doomed:
                 continue
-            self.count.evicted += self.forget(name)
-            self.doomed[name] = Doomed(name, f"{owned.folder}{name.hex()}")
-            chosen.append(self.doomed[name])
+            chosen.append(self.evict(name, owned))
             freed += owned.num_bytes
         return chosen
+
+    def evict(self, name: bytes, owned: Owned) -> Doomed:
+        """An object of ours that must go: invisible from now on."""
+        self.count.evicted += self.forget(name)
+        doomed = self.doomed[name] = Doomed(name, f"{owned.folder}{name.hex()}")
+        return doomed
 
     def _owned_bytes(self, name: bytes) -> int:
         owned = self.ledger.get(name)

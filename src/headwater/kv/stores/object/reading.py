@@ -131,7 +131,7 @@ class Reader:
                 answers[number] = self._from_memory(gathered.block, gathered.payload, into[number])
             elif found is not None and found[0].shape == shape:
                 wanted.setdefault(found[0].name, []).append(Piece(number, block_id, *found))
-        await self._get_runs(list(wanted.values()), into, answers)
+        await self._get_runs([sorted(pieces, key=_offset) for pieces in wanted.values()], into, answers)
         self._count(answers)
         return answers
 
@@ -154,6 +154,7 @@ class Reader:
         return answers
 
     async def _get_runs(self, wanted: list[list[Piece]], into: Sequence[memoryview], answers: Answers) -> None:
+        """`wanted`: of each object, in its order."""
         trouble: list[TierUnavailable] = []
         results = await asyncio.gather(*(self._get_pieces(pieces, into) for pieces in wanted), return_exceptions=True)
         for pieces, result in zip(wanted, results, strict=True):
@@ -161,7 +162,7 @@ class Reader:
                 trouble.append(result)
             elif isinstance(result, BaseException):
                 raise result
-            for number, piece in enumerate(sorted(pieces, key=_offset)):
+            for number, piece in enumerate(pieces):
                 answers[piece.number] = Absent.FAILED if isinstance(result, TierUnavailable) else result[number]
         for pieces in reversed(wanted):  # what is at the end of a chain is evicted first
             self._catalogue.used(pieces[0].run)
@@ -169,7 +170,6 @@ class Reader:
             raise trouble[0]
 
     async def _get_pieces(self, pieces: list[Piece], into: Sequence[memoryview]) -> Answers:
-        pieces = sorted(pieces, key=_offset)
         wanted = [(piece.offset, piece.block_id) for piece in pieces]
         return await self.read_run(pieces[0].run, wanted, [into[piece.number] for piece in pieces])
 

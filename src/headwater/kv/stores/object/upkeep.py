@@ -118,8 +118,7 @@ class Upkeep:
         ttl_s = self._catalogue.options.ttl_s
         if ttl_s:
             for name, owned in self._catalogue.ledger.written_before(self._clock.epoch() - ttl_s):
-                self._catalogue.count.evicted += self._catalogue.forget(name)
-                self._catalogue.doomed[name] = Doomed(name, f"{owned.folder}{name.hex()}")
+                self._catalogue.evict(name, owned)
         await self._writer.delete_doomed()
 
     async def sweep(self) -> int:
@@ -169,11 +168,7 @@ class Upkeep:
         return known.num_blocks if known is not None else int(key.split("/")[-2])
 
     async def _delete(self, keys: list[str]) -> int:
-        for start in range(0, len(keys), 250):
-            part = keys[start : start + 250]
-            await self._bucket.delete(part)
-            for key in part:
-                self._catalogue.gone(_name(key))
+        await self._writer.delete([Doomed(_name(key), key) for key in keys])
         return len(keys)
 
     # The task

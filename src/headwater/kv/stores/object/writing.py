@@ -75,16 +75,16 @@ class Writer:
                 victims = catalogue.victims(missing + slack, spared)
                 if not victims and not self._drop_gathered(missing, spared):
                     return False
-                await self._delete(victims)
+                await self.delete(victims)
         return False
 
     async def delete_doomed(self) -> None:
         """Raises `TierUnavailable`; what is left is tried again by upkeep."""
         if self._catalogue.doomed:
             async with self._deleting:
-                await self._delete(list(self._catalogue.doomed.values()))
+                await self.delete(list(self._catalogue.doomed.values()))
 
-    async def _delete(self, doomed: Sequence[Doomed]) -> None:
+    async def delete(self, doomed: Sequence[Doomed]) -> None:
         for start in range(0, len(doomed), _MAX_DELETED_AT_ONCE):
             part = doomed[start : start + _MAX_DELETED_AT_ONCE]
             await self._bucket.delete([one.key for one in part])
