@@ -165,6 +165,29 @@ def test_roles_can_be_insisted_on_until_the_planner_may_choose_again() -> None:
     assert page.document()["pinned"] == {}
 
 
+def test_roles_that_are_insisted_on_while_a_decision_is_made_hold() -> None:
+    view, log, told = view_of(4), DecisionLog(), dict[str, Role]()
+    prefill_heavy(log, RealClock())
+
+    async def work() -> None:
+        plans = planning(view, log, told)
+        plans.start()
+        try:
+            await until(lambda: MODEL in plans.plans)
+            plans.pin(
+                {worker.worker_id: "decode" if worker.worker_id == "w3" else "prefill" for worker in view.workers}
+            )
+            for worker in view.workers:
+                view.put(msgspec.structs.replace(worker.instance, role=told.pop(worker.worker_id)))
+            await until(lambda: plans.plans[MODEL].last is not None)
+            await asyncio.sleep(0)
+            assert not told
+        finally:
+            await plans.close()
+
+    asyncio.run(work())
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -183,7 +183,8 @@ class Planning:
         if pool is not None:
             self._observe(kept, workers)
             await self._decide(kept, now_ms, pool)
-        self._tell_roles(kept, workers)
+        if not self.pinned:  # somebody may have insisted on roles meanwhile
+            self._tell_roles(kept, workers)
 
     def _kept(self, fingerprint: str, workers: list[WorkerView], now_ms: float) -> ModelPlan:
         """The plan so far. When workers come or go it begins with the roles that are there."""
