@@ -60,6 +60,10 @@ class VllmDouble:
         self.port = 0
         self.status: int | None = None
         """Answer generations with this instead."""
+        self.metrics_status: int | None = None
+        self.metrics_asked = 0
+        self.keeps_the_end = False
+        """Answers break off before the event that says why they end."""
         self.tokenize_offset = 0
         self.bodies: list[dict[str, Any]] = []
         self._config = msgspec.structs.replace(config, engine="mocker", served_model_name=(MODEL,))
@@ -79,6 +83,11 @@ class VllmDouble:
     @property
     def num_open(self) -> int:
         return len(self._answers)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of all sequences so far, prompt and answer."""
+        return [len(tokens) for tokens, _ in self._sequences.values()]
 
     async def start(self) -> None:
         """Begin a life: nothing is cached, events count from 0; the port stays."""
@@ -191,6 +200,9 @@ class VllmDouble:
         return _json({"object": "list", "data": [base, adapter]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        self.metrics_asked += 1
+        if self.metrics_status is not None:
+            return _json({"error": {"message": "ill", "type": "x"}}, self.metrics_status)
         load = self._engine.load()
         usage = 1 - load.kv_blocks_free / load.kv_blocks_total
         labels = f'block_size="{self._config.block_size}",num_gpu_blocks="{load.kv_blocks_total + 1}"'
@@ -251,6 +263,8 @@ class VllmDouble:
                 error = {"message": output.error.message, "type": "x", "code": output.error.http_status}
                 await response.write(_event({"error": error}))
                 break
+            if self.keeps_the_end and output.finish_reason is not None:
+                return response
             await response.write(_event({"id": "cmpl-1", "choices": [_choice(output, prompt, body)]}))
             prompt = None
             if output.finish_reason is not None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import uvloop
 
+from headwater.engines.attached import engine as attached
 from headwater.engines.attached.dialects.vllm import VllmReader
 from headwater.engines.attached.engine import AttachedEngine
 from headwater.engines.attached.http import ServerAddress, error_for
@@ -19,7 +20,16 @@ from headwater.engines.attached.prometheus import sums
 from headwater.engines.attached.sse import EventSplitter
 from headwater.engines.conformance import SIZES, VOCABULARY, prompt_of
 from headwater.engines.watched import Bench, Recorder
-from headwater.errors import ConfigError, ContextTooLong, HeadwaterError, InvalidRequest, Overloaded, WorkerLost
+from headwater.errors import (
+    ConfigError,
+    ContextTooLong,
+    HeadwaterError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PayloadTooLarge,
+    WorkerLost,
+)
 from headwater.kv.identity import namespace
 from headwater.protocol.request import RelayedRequest
 from headwater.runtime.conformance import eventually
@@ -80,6 +90,7 @@ def test_an_abort_closes_the_connection(play: Callable[[Scenario], None]) -> Non
             await eventually(lambda: stage.double.num_open == 1, "the server knows")
             bench.engine.abort([2])
             await eventually(lambda: stage.double.num_open == 0, "of all")
+            assert all(count < 20 + 400 for count in stage.double.lengths), "none has come to its own end"
 
     play(scenario)
 
@@ -146,6 +157,49 @@ def test_a_server_that_is_not_there_yet_is_waited_for(play: Callable[[Scenario],
         await stage.double.start()
         assert (await starting).engine == "attached-vllm"
         await engine.close()
+
+    play(scenario)
+
+
+def test_a_server_that_does_not_answer_is_lost_once_patience_is_over(
+    play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached, "_PROBE_S", 0.02)
+    monkeypatch.setattr(attached, "_PATIENCE_S", 0.2)
+
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached() as bench:
+            asked, stage.double.metrics_status = stage.double.metrics_asked, 500
+            await eventually(lambda: stage.double.metrics_asked > asked + 1, "it is asked again")
+            assert not bench.engine.paused, "once is not for ever"
+            await eventually(lambda: bench.engine.paused, "patience is over")
+            stage.double.metrics_status = None
+            await eventually(lambda: not bench.engine.paused, "it answers again")
+            await bench.run(bench.request(prompt_of(20)))
+
+    play(scenario)
+
+
+def test_an_answer_that_breaks_off_is_a_lost_worker(play: Callable[[Scenario], None]) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached() as bench:
+            stage.double.keeps_the_end = True
+            bench.engine.submit([bench.request(prompt_of(20))])
+            await eventually(lambda: bench.recorder.ended(1), "it is answered")
+            assert (bench.recorder.error(1).code, bench.recorder.error(1).retryable) == ("worker_lost", True)
+            assert len(bench.recorder.tokens(1)) == 7, "what had come was told"
+
+    play(scenario)
+
+
+def test_of_a_prompt_that_is_all_there_the_last_block_is_computed(play: Callable[[Scenario], None]) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached() as bench:
+            length = 2 * bench.info.card.block_size
+            await bench.run(bench.request(prompt_of(length)))
+            await eventually(lambda: len(bench.engine.resident) >= 2, "both blocks are told of")
+            await bench.run(bench.request(prompt_of(length)))
+            assert bench.recorder.outputs[2][0].num_cached_tokens == length // 2
 
     play(scenario)
 
@@ -251,6 +305,8 @@ def test_addresses() -> None:
         (422, b'{"detail":"no"}', InvalidRequest),
         (429, b"", Overloaded),
         (503, b"<html>", Overloaded),
+        (413, b"", PayloadTooLarge),
+        (404, b"", ModelNotFound),
         (500, b'{"message":"flat"}', WorkerLost),
     ],
 )
@@ -267,6 +323,14 @@ def test_events_in_any_pieces() -> None:
         splitter = EventSplitter()
         found = [event for at in range(0, len(stream), size) for event in splitter.feed(stream[at : at + size])]
         assert found == [b'{"a":1}', b"x", b"y\nz", b"[DONE]"], size
+
+
+def test_an_event_that_does_not_end_is_a_lost_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwater.engines.attached.sse.MAX_EVENT_BYTES", 100)
+    splitter = EventSplitter()
+    assert splitter.feed(b"data: " + b"x" * 90) == []
+    with pytest.raises(WorkerLost, match="more than 100 bytes"):
+        splitter.feed(b"x" * 10)
 
 
 @pytest.mark.parametrize("event", [b"{", b"[]", b'{"choices":[{"token_ids":"x"}]}', b'{"error":{"message":"m"}}'])

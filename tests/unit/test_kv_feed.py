@@ -84,6 +84,12 @@ def test_arrays_signed_numbers_and_bytes() -> None:
     assert batch.rank == 0
 
 
+def test_a_salt_of_its_own_covers_the_first_block() -> None:
+    event = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1, 2]}
+    batch = decode_batch(msgspec.msgpack.encode([1, [event | {"block_size": 2, "cache_salt": "x"}]]))
+    assert batch.events == [ForeignStored([1], None, [1, 2], 2, extra_keys=[["x"]])]
+
+
 @pytest.mark.parametrize(
     "payload",
     [
@@ -150,6 +156,13 @@ def test_copies_count() -> None:
     assert translated(event, translator=translator) == []
     assert translated(ForeignRemoved([2]), translator=translator) == []
     assert translated(ForeignRemoved([2, 1]), translator=translator) == [BlocksRemoved(ids(range(8))[16:])]
+
+
+def test_a_block_of_a_lower_tier_goes_on_from_one_of_the_device() -> None:
+    translator = FeedTranslator("fp", "layout", SIZE)
+    translated(stored([1], range(4)), translator=translator)
+    told = translated(stored([2], range(4, 8), 1, tier="host"), translator=translator)
+    assert told == [BlocksStored(ids(range(8))[16:], ids(range(4)), "host")]
 
 
 def test_blocks_without_a_known_parent_are_left_out() -> None:
@@ -269,6 +282,44 @@ def test_a_rolled_buffer_begins_anew() -> None:
     order.on_replay_end()
     assert heard.life == [49, 50]
     assert len(heard.lost) == 1
+
+
+def test_what_a_replay_has_brought_is_not_taken_again() -> None:
+    heard = Heard()
+    order = FeedOrder(heard, lambda _: True)
+    order.begin()
+    for number in range(3):
+        order.on_replayed(number, batch_at(number))
+    order.on_replay_end()
+    order.on_live(2, batch_at(2))
+    order.on_live(3, batch_at(3))
+    assert heard.life == [0, 1, 2, 3]
+    assert heard.lost == []
+
+
+def test_what_was_kept_of_a_life_that_has_ended_is_forgotten() -> None:
+    heard = Heard()
+    order = FeedOrder(heard, lambda _: True)
+    order.begin()
+    order.on_replay_end()
+    order.on_live(0, batch_at(0))
+    order.on_live(8, batch_at(8))
+    order.on_live(0, batch_at(100))
+    order.on_replay_end()
+    order.on_live(1, batch_at(101))
+    assert heard.life == [100, 101]
+    assert heard.lost == ["the engine was started anew"]
+
+
+def test_what_is_kept_while_a_replay_is_asked_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwater.engines.kv_feed.subscription._MAX_KEPT", 2)
+    heard = Heard()
+    order = FeedOrder(heard, lambda _: True)
+    order.begin()
+    for number in (5, 6, 7):
+        order.on_live(number, batch_at(number))
+    order.on_replay_end(answered=False)
+    assert heard.life == [5, 6]
 
 
 def test_a_new_life_of_the_engine_begins_anew() -> None:
