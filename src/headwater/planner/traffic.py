@@ -83,8 +83,8 @@ class Traffic:
         """These, in order of arrival, instead of what was known."""
         self._served.clear()
         self._served.extend(served)
-        ended = [(one.prompt_tokens, one.output_tokens) for one in served if one.output_tokens]
-        self._lengths.extend(ended[-(self._lengths.maxlen or 0) :])
+        self._lengths.clear()
+        self._lengths.extend([(one.prompt_tokens, one.output_tokens) for one in served if one.output_tokens])
 
     def since(self, at_ms: float) -> list[Served]:
         """Those that came from then on, in order."""

@@ -8,6 +8,7 @@ import pytest
 
 from headwater.perf.curve import StepCurve
 from headwater.planner.decide import Planner, PlannerSettings
+from headwater.planner.evaluate import Sample, evaluate
 from headwater.planner.feedback import Correction
 from headwater.planner.objective import Objective, score
 from headwater.planner.plan import RolePlan, aggregated
@@ -148,6 +149,34 @@ def test_unfinished_answers_are_guessed_from_prompts_alike() -> None:
     assert [job.output_tokens for job in traffic.jobs(waiting, 1)] == [1000, 10]
     waiting[1].generated = 500
     assert traffic.jobs(waiting, 1)[1].output_tokens > 500
+
+
+def test_traffic_that_is_told_again_counts_once() -> None:
+    traffic = Traffic()
+    ended = [Served(float(number), 100, output_tokens=10, open=False) for number in range(3)]
+    traffic.refill(ended)
+    traffic.refill([*ended, Served(3.0, 100, output_tokens=90, open=False)])
+    assert traffic.expected_output() == 30.0
+    assert len(traffic) == 4
+
+
+def test_what_has_begun_to_answer_is_open_with_the_rest_of_it() -> None:
+    traffic = Traffic()
+    for number in range(20):
+        traffic.ended(traffic.arrived(number, 100), 50)
+    answering, waiting = traffic.arrived(30.0, 100, 20), traffic.arrived(31.0, 100, 30)
+    answering.generated = 40
+    assert traffic.backlog(0) == [Job(0.0, 140, 10, 139), Job(0.0, 100, 50, 30)]
+    traffic.ended(waiting, 50)
+    assert len(traffic.backlog(0)) == 1
+
+
+def test_what_was_open_before_a_sample_is_not_judged() -> None:
+    """Of a sample of two the second is judged: it arrives after the long one has ended."""
+    sample = Sample([Job(0.0, 10, 2), Job(60_000.0, 10, 2)], 2.0, backlog=[Job(0.0, 8000, 900)] * 3)
+    times = evaluate(POOL[:1], aggregated(1), sample, TIGHT_TPOT)
+    assert times.e2e_ms < 100
+    assert times.attained == 1.0
 
 
 def test_a_sample_has_the_rate_and_the_lengths_of_the_traffic() -> None:
