@@ -11,7 +11,7 @@ from headwater.kv.policies import PolicyName, make_policy
 from headwater.kv.resident import ResidentBlocks
 from headwater.kv.shares import Shares
 from headwater.kv.space import Space
-from headwater.kv.table import RECORD_BYTES, BlockTable, index_bytes
+from headwater.kv.table import RECORD_BYTES, BlockTable, Record, index_bytes
 
 CHUNK = 64 << 10
 FAMILIES = [Family("m", "l", "", 4096), Family("m", "l", "gold", 4096), Family("n", "l", "", 10_000)]
@@ -25,11 +25,17 @@ def make_ledger(
     records: int = 32,
     shares: dict[str, float] | None = None,
     rules: Rules | None = None,
+    left: bytearray | None = None,
 ) -> Ledger:
-    table = BlockTable(memoryview(bytearray(records * RECORD_BYTES)), memoryview(bytearray(index_bytes(records))))
+    """`left`: the table of a former life."""
+    table = table_over(left or bytearray(records * RECORD_BYTES))
     divided = Shares(shares)
     chosen = make_policy(policy, records, divided.num_groups, lambda slot: float(slot % 5 + 1))
     return Ledger("host", table, Space(chunks * CHUNK, CHUNK), chosen, divided, rules or Rules(max_reserved=1.0))
+
+
+def table_over(records: bytearray) -> BlockTable:
+    return BlockTable(memoryview(records), memoryview(bytearray(index_bytes(len(records) // RECORD_BYTES))))
 
 
 def blocks_of(numbers: list[int]) -> list[Block]:
@@ -295,6 +301,78 @@ def test_above_the_high_watermark_room_is_made_down_to_the_low_one() -> None:
     store(ledger, list(range(10, 14)))
     assert ledger.trim() == 6
     assert ledger.space.used_bytes == 8 * 4096
+
+
+def test_what_is_being_written_for_a_cleared_tenant_does_not_appear_afterwards() -> None:
+    ledger = make_ledger()
+    ours, ours_slots = ledger.reserve(1, FAMILIES[1], blocks_of([0, 1]), 0.0)
+    theirs, theirs_slots = ledger.reserve(1, FAMILIES[0], blocks_of([2, 3]), 0.0)
+    list(ledger.clear(tenant="gold"))
+    assert ledger.commit(1, ours, {slot: 1 for slot in ours_slots if isinstance(slot, int)}, 0) == []
+    assert len(ledger.commit(1, theirs, {slot: 1 for slot in theirs_slots if isinstance(slot, int)}, 0)) == 2
+    assert known(ledger, [0, 1, 2, 3]) == [False, False, True, True]
+    ledger.check()
+
+
+def test_a_block_that_goes_takes_its_pin_along() -> None:
+    ledger = make_ledger(chunks=1)
+    store(ledger, list(range(16)))
+    assert sum(ledger.pin(b"".join(CHAIN[:8]), 50.0)) == 8
+    ledger.remove(CHAIN[0])
+    assert ledger.pinned_bytes == 7 * 4096
+    assert ledger.pin(CHAIN[8], 50.0) == b"\1", "room for another"
+    ledger.check()
+
+
+def test_a_chunk_with_a_pinned_block_is_not_given_up_for_another_size() -> None:
+    ledger = make_ledger(chunks=1)
+    large = Family("n", "l", "", 30_000)
+    store(ledger, list(range(16)))
+    ledger.pin(CHAIN[15], 50.0)
+    assert store(ledger, [20], large) == 0
+    assert known(ledger, list(range(16))) == [True] * 16
+    ledger.expire(50.0)
+    assert store(ledger, [20], large) == 1
+
+
+def test_a_chunk_with_blocks_of_a_tenant_within_its_share_is_not_given_up_for_another_size() -> None:
+    ledger = make_ledger(chunks=1, shares={"gold": 0.5})
+    store(ledger, list(range(4)), FAMILIES[1])
+    store(ledger, list(range(4, 16)))
+    assert store(ledger, [20], Family("n", "l", "", 30_000)) == 0
+    assert known(ledger, list(range(16))) == [True] * 16
+
+
+def test_where_no_chunk_may_go_a_younger_block_of_the_same_size_does() -> None:
+    ledger = make_ledger(chunks=6)
+    large = Family("n", "l", "", 30_000)
+    assert store(ledger, list(range(10)), large) == 10
+    assert sum(ledger.pin(b"".join(CHAIN[0:10:2]), 50.0)) == 5, "one in each chunk"
+    assert store(ledger, list(range(10, 26))) == 16
+    assert store(ledger, [26]) == 1
+    assert known(ledger, list(range(10))) == [True] * 10
+    assert sum(known(ledger, list(range(10, 26)))) == 15
+
+
+def test_what_a_former_life_left_is_taken_over_where_it_adds_up() -> None:
+    left = bytearray(32 * RECORD_BYTES)
+    before = table_over(left)
+    for number, offset, size, family in (
+        (0, 0, 4096, 0),
+        (0, 4096, 4096, 0),  # the same block again
+        (1, 8192, 8192, 0),  # not the size of its family
+        (2, 0, 4096, 0),  # where another one lies
+        (3, 12_288, 4096, 7),  # of nobody
+        (4, 16_384, 4096, 0),
+    ):
+        before.insert(before.take(), Record(blocks_of([number])[0], offset, size, 0, family))
+    ledger = make_ledger(left=left)
+    assert ledger.recover(FAMILIES[:1]) == 4
+    assert known(ledger, list(range(5))) == [True, False, False, False, True]
+    assert ledger.space.used_bytes == 2 * 4096
+    ledger.check()
+    assert store(ledger, list(range(16))) == 14
+    ledger.check()
 
 
 def test_the_head_of_a_chain_outlives_its_tail() -> None:
