@@ -13,7 +13,7 @@ from headwater.planner.pool import HIDDEN_PARTS, NOTICE_MS, WorkerModel
 from headwater.planner.whatif import FastCluster, Job
 from headwater.types import Role
 
-CURVE = StepCurve(((0.0, 2.0), (512.0, 2.0), (8192.0, 50.0)), 1.0, 0.05, 1e-6, 3.0, 0.02, 1e-5)
+CURVE = StepCurve(((0.0, 2.0), (512.0, 2.0), (8192.0, 50.0)), 1.0, 0.05, 1e-6, 3.0, 0.02, 1e-3)
 SPLIT = RolePlan(("prefill", "decode"))
 
 
@@ -59,6 +59,26 @@ def test_a_slow_link_shows_once_it_is_slower_than_computing() -> None:
     worker = model(link_bytes_per_ms=1e4, kv_bytes_per_token=1e4)
     outcomes = FastCluster([worker, worker], SPLIT, 10).run([Job(0.0, 1000, 11)])
     assert outcomes.ttft_ms[0] == pytest.approx(1000.0 + NOTICE_MS)
+
+
+def test_transfers_out_of_one_worker_share_its_link() -> None:
+    worker = model(link_bytes_per_ms=1e4, kv_bytes_per_token=1e4)
+    outcomes = FastCluster([worker, worker], SPLIT, 10).run([Job(0.0, 1000, 11)] * 2)
+    assert outcomes.ttft_ms[1] == pytest.approx(2000.0 + NOTICE_MS)
+
+
+def test_who_comes_during_a_decode_step_waits_for_its_end() -> None:
+    outcomes = FastCluster([model()], aggregated(1), 100).run([Job(0.0, 100, 101), Job(200.0, 1000, 2)])
+    assert 0 < outcomes.queued_ms[1] <= step_ms(decodes=1, context=201)
+
+
+def test_a_worker_that_has_handed_over_everything_may_decode() -> None:
+    cluster = FastCluster([model(), model()], SPLIT, 10)
+    cluster.submit(Job(0.0, 1000, 11))
+    cluster.advance(5000.0)
+    cluster.set_plan(RolePlan(("decode", "prefill")))
+    outcomes = cluster.run([Job(5000.0, 1000, 11)])
+    assert outcomes.remote == [True, True]
 
 
 def test_cached_tokens_are_not_computed() -> None:
