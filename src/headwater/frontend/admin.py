@@ -73,9 +73,10 @@ class AdminPages:
             within_s = msgspec.json.decode(request.body, type=_DrainBody).within_s if request.body else math.inf
             self._cluster.drain(worker_id, within_s)
         except msgspec.MsgspecError as error:
-            _refuse(responder, InvalidRequest(f'expected {{"within_s": seconds}}: {error}', param="within_s"))
+            refusal = InvalidRequest(f'expected {{"within_s": seconds}}: {error}', param="within_s")
+            reply_for(refusal).send_to(responder)
         except HeadwaterError as error:
-            _refuse(responder, error)
+            reply_for(error).send_to(responder)
         else:
             responder.send(202, (JSON,), msgspec.json.encode({"worker_id": worker_id, "state": "draining"}))
 
@@ -189,11 +190,6 @@ def _version() -> tuple[int, dict[str, Any]]:
 
 class _DrainBody(msgspec.Struct):
     within_s: Annotated[float, msgspec.Meta(ge=0)]
-
-
-def _refuse(responder: Responder, error: HeadwaterError) -> None:
-    reply = reply_for(error)
-    responder.send(reply.status, reply.headers, reply.body)
 
 
 def _json(make: Callable[[], tuple[int, dict[str, Any]]]) -> Handler:

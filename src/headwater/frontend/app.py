@@ -65,7 +65,7 @@ class Application:
         route = self._routes.find(request)
         if isinstance(route, Reply):
             self._records.begin(request, NO_ROUTE)
-            responder.send(route.status, route.headers, route.body)
+            route.send_to(responder)
             return None
         record = self._records.begin(request, route.path)
         try:
@@ -74,8 +74,7 @@ class Application:
                 self._admit(record)
         except HeadwaterError as error:
             self._note_refusal(request, error)
-            reply = reply_for(error)
-            responder.send(reply.status, reply.headers, reply.body)
+            reply_for(error).send_to(responder)
             return None
         return route.handler(request, responder)
 

@@ -34,8 +34,7 @@ class DecisionPages:
         try:
             document = self._document(parse_qs(request.query, keep_blank_values=True))
         except HeadwaterError as error:
-            reply = reply_for(error)
-            responder.send(reply.status, reply.headers, reply.body)
+            reply_for(error).send_to(responder)
             return
         responder.send(200, (JSON, (b"cache-control", b"no-store")), msgspec.json.encode(document))
 

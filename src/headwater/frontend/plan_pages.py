@@ -38,8 +38,7 @@ class PlanPages:
         try:
             self.set(request.body)
         except HeadwaterError as error:
-            reply = reply_for(error)
-            responder.send(reply.status, reply.headers, reply.body)
+            reply_for(error).send_to(responder)
         else:
             responder.send(202, (JSON,), msgspec.json.encode({"pinned": self._planning.pinned}))
 

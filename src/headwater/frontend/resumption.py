@@ -209,10 +209,10 @@ class Resumption:
                     self._metrics.resumed += 1
                     return None
                 if after:
-                    _send(responder, _unknown(request))
+                    _unknown(request).send_to(responder)
                     return None
             except HeadwaterError as error:
-                _send(responder, reply_for(error))
+                reply_for(error).send_to(responder)
                 return None
             return handler(request, self._keep(_key(request, request.request_id), responder))
 
@@ -260,7 +260,3 @@ def _key(request: HttpRequest, request_id: str) -> Key:
 def _unknown(request: HttpRequest) -> Reply:
     given = request.headers.get(b"x-request-id", b"").decode("latin-1")[:100]
     return error_reply(404, f"no answer with x-request-id {given!r} is kept here", code="answer_not_kept")
-
-
-def _send(responder: Responder, reply: Reply) -> None:
-    responder.send(reply.status, reply.headers, reply.body)

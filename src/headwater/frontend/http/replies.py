@@ -16,7 +16,7 @@ from headwater.errors import (
     Unauthorized,
     Unavailable,
 )
-from headwater.frontend.http.base import Headers
+from headwater.frontend.http.base import Headers, Responder
 
 JSON = (b"content-type", b"application/json")
 
@@ -52,6 +52,9 @@ class Reply:
     status: int
     headers: Headers
     body: bytes
+
+    def send_to(self, responder: Responder) -> None:
+        responder.send(self.status, self.headers, self.body)
 
 
 def error_reply(status: int, message: str, *, code: str | None = None, param: str | None = None) -> Reply:

@@ -243,7 +243,7 @@ class StreamAnswer(Answer):
     def _answer_failure(self, error: HeadwaterError) -> None:
         reply = reply_for(error)
         if not self._started:
-            self._responder.send(reply.status, reply.headers, reply.body)
+            reply.send_to(self._responder)
             return
         self._responder.write(b"data: " + reply.body + b"\n\n" + DONE)
         self._responder.finish()
@@ -306,5 +306,4 @@ class WholeAnswer(Answer):
             self._responder.send(200, (JSON,), body)
 
     def _answer_failure(self, error: HeadwaterError) -> None:
-        reply = reply_for(error)
-        self._responder.send(reply.status, reply.headers, reply.body)
+        reply_for(error).send_to(self._responder)

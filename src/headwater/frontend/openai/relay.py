@@ -105,7 +105,7 @@ class RelayAnswer:
             self._responder.write(b"data: " + reply.body + b"\n\n" + DONE)
             self._responder.finish()
         else:
-            self._responder.send(reply.status, reply.headers, reply.body)
+            reply.send_to(self._responder)
 
     def _take(self, piece: bytes) -> None:
         if self._seen.stream:

@@ -124,7 +124,7 @@ class _Api:
             try:
                 generation = prepare(request.body, self._models, asker, self._strict)
             except HeadwaterError as error:
-                _send_error(responder, error)
+                reply_for(error).send_to(responder)
                 return None
             self._begin(generation, responder, since)
             return None
@@ -135,7 +135,7 @@ class _Api:
                     len(request.body), lambda: prepare(request.body, self._models, asker, self._strict)
                 )
             except HeadwaterError as error:
-                _send_error(responder, error)
+                reply_for(error).send_to(responder)
                 return
             if not responder.disconnected:
                 self._begin(generation, responder, since)
@@ -147,7 +147,7 @@ class _Api:
         try:
             found = relayed_model(self._models, request.body)
         except HeadwaterError as error:
-            _send_error(responder, error)
+            reply_for(error).send_to(responder)
             return True
         if found is None:
             return False
@@ -169,7 +169,7 @@ class _Api:
                     len(request.body), lambda: make(request.body, self._models, strict=self._strict)
                 )
             except HeadwaterError as error:
-                _send_error(responder, error)
+                reply_for(error).send_to(responder)
                 return
             responder.send(200, (JSON,), _encode(made))
 
@@ -206,11 +206,6 @@ def _answer(responder: Responder, make: Callable[[], msgspec.Struct]) -> None:
     try:
         made = make()
     except HeadwaterError as error:
-        _send_error(responder, error)
+        reply_for(error).send_to(responder)
         return
     responder.send(200, (JSON,), _encode(made))
-
-
-def _send_error(responder: Responder, error: HeadwaterError) -> None:
-    reply = reply_for(error)
-    responder.send(reply.status, reply.headers, reply.body)
