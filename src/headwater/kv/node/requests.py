@@ -3,6 +3,7 @@ tasks of the connection."""
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict
 from itertools import islice
 
 from headwater.clock import Clock
@@ -218,24 +219,16 @@ class Requests:
         )
 
     def _tier_status(self, tier: TierStore, problem: str) -> wire.TierStatus:
-        usage = tier.usage()
         kept = bare(tier)
         families = list(kept.ledger.families.usage()) if isinstance(kept, HostTier | DiskTier) else []
         return wire.TierStatus(
-            tier.tier,
-            usage.num_blocks,
-            usage.used_bytes,
-            usage.cap_bytes,
-            usage.num_stored,
-            usage.num_evicted,
-            usage.num_refused,
-            usage.num_hits,
-            usage.num_misses,
-            usage.num_damaged,
-            usage.num_failed,
-            problem,
-            [wire.FamilyUsage(f.model, f.layout, f.tenant, f.payload_bytes, n, used) for f, n, used in families],
-            self._store.prices.load_ms(tier.tier, _MIB),
+            tier=tier.tier,
+            problem=problem,
+            families=[
+                wire.FamilyUsage(f.model, f.layout, f.tenant, f.payload_bytes, n, used) for f, n, used in families
+            ],
+            load_ms_per_mib=self._store.prices.load_ms(tier.tier, _MIB),
+            **asdict(tier.usage()),
         )
 
 
