@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 
+from headwater.kv.identity import split_block_ids
 from headwater.kv.node.store import Piece
 from headwater.kv.stores.copying import copy_summed
 from headwater.kv.stores.shared_pool import SharedPool
@@ -44,19 +45,20 @@ def shared_places(
 
 def copy_out(ids: bytes, places: Sequence[memoryview], checksums: Sequence[int], into: Sequence[memoryview]) -> int:
     """How many were whole, up to the first that was not."""
-    for number, (place, expected, view) in enumerate(zip(places, checksums, into, strict=False)):
-        if copy_summed(view, place, ids[16 * number : 16 * number + 16]) != expected:
+    for number, (block_id, place, expected, view) in enumerate(
+        zip(split_block_ids(ids), places, checksums, into, strict=False)
+    ):
+        if copy_summed(view, place, block_id) != expected:
             return number
     return len(places)
 
 
 def copy_in(ids: bytes, places: Sequence[memoryview | None], payloads: Sequence[memoryview]) -> list[int]:
     """Their checksums; 0 for what has no place."""
-    sums = [0] * len(places)
-    for number, (place, payload) in enumerate(zip(places, payloads, strict=True)):
-        if place is not None:
-            sums[number] = copy_summed(place, payload, ids[16 * number : 16 * number + 16])
-    return sums
+    return [
+        0 if place is None else copy_summed(place, payload, block_id)
+        for block_id, place, payload in zip(split_block_ids(ids), places, payloads, strict=True)
+    ]
 
 
 async def called_off(tasks: "Sequence[asyncio.Task[int]]") -> None:
