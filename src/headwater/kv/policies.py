@@ -1,5 +1,5 @@
 """Which block goes when room is needed. A policy orders the blocks of each tenant group; who is over its share is
-decided above (`headwater.kv.lifecycle`), and what may not go now (leased, pinned) is told by `usable`.
+decided above (`headwater.kv.room`), and what may not go now (leased, pinned) is told by `usable`.
 
 Blocks of one chain are added and touched tail first, so that a tail is older than what it hangs on and goes before it.
 """

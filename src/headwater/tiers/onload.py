@@ -11,7 +11,7 @@ short beside computing.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headwater.engines.base import Engine, KvPort
@@ -74,7 +74,7 @@ class Onloader:
         task.add_done_callback(lambda _: self._considering.pop(request.stream, None))
         return True
 
-    def abort(self, streams: "list[int] | tuple[int, ...]") -> None:
+    def abort(self, streams: Sequence[int]) -> None:
         """Those that are in the engine are ended through it."""
         for stream in streams:
             task = self._considering.pop(stream, None)

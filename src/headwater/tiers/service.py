@@ -80,7 +80,7 @@ class KvTiers:
 
     def abort(self, streams: Sequence[int]) -> None:
         if self._onloader is not None and self._offloader is not None:
-            self._onloader.abort(list(streams))
+            self._onloader.abort(streams)
             for stream in streams:
                 self._offloader.closed(stream)
 
