@@ -1,11 +1,14 @@
 """Both event planes against the contract."""
 
+import asyncio
+
 import pytest
 
 from headwater.runtime.cluster_keys import encode_cluster_keys, new_cluster, split_key
+from headwater.runtime.conformance import eventually, on_loop
 from headwater.runtime.curve import Membership
 from headwater.runtime.endpoints import Endpoints, IpcEndpoints, TcpEndpoints
-from headwater.runtime.events.conformance import EventPlaneConformance
+from headwater.runtime.events.conformance import EventPlaneConformance, View
 from headwater.runtime.events.inproc_transport import InprocAir, InprocBroadcaster, InprocReceiver
 from headwater.runtime.events.transport import Broadcaster, MakeReceiver
 from headwater.runtime.events.zmq_transport import ZmqBroadcaster, ZmqTuner
@@ -68,6 +71,23 @@ class TestZmqIpcEventPlane(EventPlaneConformance):
     def receiver(self) -> MakeReceiver:
         self.tuners.append(ZmqTuner(self.context, Limits()))
         return self.tuners[-1].receiver
+
+    @on_loop
+    async def test_a_publisher_that_was_left_sends_nothing_more(self) -> None:
+        self.start()
+        left, followed = [await self.source().open(name) for name in ("worker-1", "worker-2")]
+        subscriber, view, last_words = self.subscriber(), View(), View()
+        await subscriber.subscribe(left.address, last_words.on_batch, last_words.on_snapshot)
+        await subscriber.subscribe(followed.address, view.on_batch, view.on_snapshot)
+        await eventually(lambda: bool(view.snapshots), "it is followed")
+        await subscriber.unsubscribe(left.address)
+        for number in range(20):
+            left.store(number)
+            followed.store(number)
+            await asyncio.sleep(0.005)
+        await eventually(lambda: view.blocks == followed.blocks, "what the other one says")
+        assert self.tuners[-1].foreign == 0
+        await self._end(subscriber, left, followed)
 
 
 class TestZmqCurveEventPlane(TestZmqIpcEventPlane):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from headwater.errors import ConfigError
+from headwater.runtime.cluster_keys import KEY_BYTES, with_key
 from headwater.runtime.endpoints import IpcEndpoints, TcpEndpoints, default_run_folder, parse_bind, unlink_ipc
 
 
@@ -108,4 +109,7 @@ def test_only_ipc_addresses_have_files(tmp_path: Path) -> None:
     assert path.exists()
     unlink_ipc(f"ipc://{path}")
     unlink_ipc(f"ipc://{path}")
+    assert not path.exists()
+    path.write_text("x")
+    unlink_ipc(with_key(f"ipc://{path}", "ab" * KEY_BYTES))
     assert not path.exists()
