@@ -133,6 +133,14 @@ def test_agents_that_do_not_agree_say_so(encrypts: bool) -> None:
             reader.notify("owner", b"x")
 
 
+@pytest.mark.parametrize("encrypts", [True, False])
+def test_agents_of_one_host_need_not_agree(encrypts: bool) -> None:
+    """Nothing is sealed between them: they talk over a Unix socket."""
+    with Agent("owner", options(encrypt=encrypts)) as owner, Agent("reader", options(encrypt=not encrypts)) as reader:
+        reader.add_peer(owner.card())
+        reader.notify("owner", b"x")
+
+
 def test_a_wrong_key_is_refused(owner: Agent) -> None:
     with Agent("reader", options(key=b"x" * 32)) as reader:
         reader.add_peer(apart(owner.card(), port_of(owner)))
