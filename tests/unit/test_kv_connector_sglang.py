@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine_doubles import HiCacheController, HiCacheStorage, HiCacheStorageConfig, HostPool, install
+from engine_doubles import ExtraInfo, HiCacheController, HiCacheStorage, HiCacheStorageConfig, HostPool, install
+from headwater.kv.block import ROOT
 from kv_process import store_process
 
 
@@ -74,6 +75,20 @@ def test_the_end_of_a_chain_with_its_prefix_told(socket: Path, make: Any) -> Non
     assert one.backup(keys[10:], indices[10 * size :], keys[:10]) == 30
     assert two.prefetch(keys[10:], indices[10 * size :], keys[:10]) == 30
     assert torch.equal(two.pool.kv[10 * size : 40 * size], one.pool.kv[10 * size : 40 * size])
+
+
+def test_pages_are_chained_to_their_prefix(socket: Path, make: Any) -> None:
+    storage, keys = make(socket).storage, keys_of("chain 5", 5)
+    whole, end = storage._chain(keys, None), storage._chain(keys[2:], ExtraInfo(keys[:2]))
+    assert end == whole.part(2, 5)
+    assert whole.parent == ROOT
+
+
+def test_what_the_store_did_not_take_is_said(socket: Path, make: Any) -> None:
+    one = make(socket)
+    keys, indices = keys_of("chain 9", 4), fill(one, 4)
+    one.storage._agent.num_in_host = lambda ids: 2
+    assert one.storage.batch_set_v1(keys, indices) == [True, True, False, False]
 
 
 def test_pages_by_value(socket: Path, make: Any) -> None:

@@ -16,6 +16,8 @@ from engine_doubles import (
     KvCacheConnectorWorker,
     LlmArgs,
     LlmRequest,
+    RequestData,
+    SchedulerOutput,
     install,
 )
 from headwater.errors import ConfigError
@@ -126,9 +128,20 @@ def test_promises_are_trimmed_and_forgotten(connector: Any) -> None:
     assert held() == 3
     scheduler.cancel_load(request, 16, 20)
     assert held() == 2
+    scheduler.cancel_load(request, 12, 15)
+    assert held() == 1, "part of a block is of no use"
     scheduler.request_reset(request)
     assert held() == 0
     assert scheduler.get_num_new_matched_tokens(request, 3) == (0, False), "half a block is the engine's own"
+
+
+def test_blocks_that_have_no_page_are_not_saved(connector: Any) -> None:
+    scheduler, tokens = executor(connector).scheduler, prompt(8)
+    for places, saved in (([3, 4], 2), ([-1, 4], 0)):
+        request = LlmRequest(1, list(tokens), cache_salt=f"{places}")
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        step = scheduler.build_connector_meta(SchedulerOutput([RequestData(1, tokens, places, 0, 8)]))
+        assert sum(len(save.block_ids) for save in step.saves) == saved
 
 
 def test_a_store_that_dies_is_a_miss(connector: Any, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

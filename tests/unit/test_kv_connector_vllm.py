@@ -3,6 +3,7 @@
 import importlib
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -133,12 +134,16 @@ def test_loads_and_saves_in_pieces(make: Make, monkeypatch: pytest.MonkeyPatch) 
     agent = again.workers[0]._of_worker()._agent
     load = agent.load
 
+    asked: list[int] = []
+
     def load_but_the_fourth(chain: Any, into: Any, **how: Any) -> Any:
+        asked.append(chain.first)
         return load(chain.part(0, 0), [], **how) if chain.first == 6 else load(chain, into, **how)
 
     agent.load = load_but_the_fourth
     assert again.run(Request("c", list(tokens)), 4) == answer
     assert again.failed == 22 - 6
+    assert 20 not in asked, "what lies behind is not loaded in vain"
 
 
 def test_salts_adapters_and_resets_keep_apart(make: Make) -> None:
@@ -193,6 +198,61 @@ def test_a_preempted_request_may_load_once_more(make: Make) -> None:
     assert matched() == (0, False)
     request.num_preemptions = 1
     assert matched() == (16, True)
+
+
+def test_what_is_loaded_at_once_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tokens = make(), prompt(20)
+    half = engine.scheduler._of_scheduler()
+    engine.run(Request("a", list(tokens)), 1)
+    eventually_stored(engine, tokens, 5)
+    scheduler = importlib.import_module("headwater.kv.connectors.vllm_scheduler")
+    monkeypatch.setattr(scheduler, "_MAX_LOADING_BYTES", 3 * half._layout.block_bytes)
+
+    def matched(name: str) -> Any:
+        request = Request(name, list(tokens))
+        while (found := engine.scheduler.get_num_new_matched_tokens(request, 0))[0] is None:
+            time.sleep(0.001)
+        if found[0]:
+            engine.scheduler.update_state_after_alloc(request, Blocks([1, 2, 3, 4]), found[0])
+        return found
+
+    assert matched("b") == (12, True)
+    assert matched("c") == (0, False), "no room"
+    half.step_ended(0, ["b"])
+    assert matched("d") == (12, True)
+
+
+def test_an_answer_of_the_store_is_kept_for_a_while_and_no_longer(make: Make) -> None:
+    engine, tokens, now = make(), prompt(20), time.monotonic()
+    half = engine.scheduler._of_scheduler()
+    request = Request("b", list(tokens))
+
+    def matched(at: float) -> Any:
+        half._clock = lambda: at
+        while (found := engine.scheduler.get_num_new_matched_tokens(request, 0))[0] is None:
+            time.sleep(0.001)
+        return found
+
+    assert matched(now) == (0, False)
+    make().run(Request("a", list(tokens)), 1)
+    eventually_stored(engine, tokens, 5)
+    assert matched(now + 0.4) == (0, False)
+    assert matched(now + 0.6) == (16, True)
+
+
+def test_a_store_that_is_behind_costs_saves_and_no_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tokens, gate = make(), prompt(12), threading.Event()
+    half = engine.workers[0]._of_worker()
+    chain = engine.scheduler._of_scheduler()._state(Request("a", tokens)).chain.upto(tokens, 3)
+    worker = importlib.import_module("headwater.kv.connectors.vllm_worker")
+    monkeypatch.setattr(worker, "_MAX_SAVING_BYTES", 5 * half._layout.block_bytes)
+    half._saver.submit(gate.wait)
+    try:
+        half.save([worker.Save(chain, [1, 2, 3])])
+        half.save([worker.Save(chain, [1, 2, 3])])
+        assert half.num_saves_dropped == 3
+    finally:
+        gate.set()
 
 
 def test_no_store_and_a_store_that_dies_are_misses(make: Make, run_folder: Path) -> None:
