@@ -48,6 +48,12 @@ def test_lines(given: str, command: str) -> None:
     assert found.complete
 
 
+def test_numbers_below_zero_are_values() -> None:
+    found = translate(["vllm", "serve", "M", "--seed", "-1", "--root-path", "-1"])
+    assert [flag.given for flag in found.flags] == [["--seed", "-1"], ["--root-path", "-1"]]
+    assert found.command == "headwater serve M --engine vllm --seed -1"
+
+
 def test_what_has_no_equivalent_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compat", "check", "--json", "--", "vllm", "serve", "M", "--root-path", "/x"]) == 1
     document = json.loads(capsys.readouterr().out)
@@ -78,6 +84,21 @@ def test_flags_that_are_not_ours_go_to_the_engine() -> None:
     config = config_from(args).config.engine
     assert config.served_model_name == ("a", "b")
     assert config.engine_args == (*engine, "--block-size", "16"), "what equals our default is said all the same"
+
+
+@pytest.mark.parametrize(
+    ("words", "environ"),
+    [
+        (["M", "--engine=vllm", "--seed", "-1", "--port", "-1"], {}),
+        (["M", "--seed", "-1", "--port", "-1"], {"HEADWATER_ENGINE": "vllm"}),
+    ],
+)
+def test_the_engine_is_named_in_any_way_and_numbers_below_zero_are_values(
+    words: list[str], environ: dict[str, str]
+) -> None:
+    own, engine = take_engine_words(parser_of("serve"), words, environ)
+    assert engine == ["--seed", "-1"]
+    assert own == [word for word in words if word.startswith(("M", "--engine"))] + ["--port", "-1"]
 
 
 def test_other_engines_take_no_flags_of_others() -> None:

@@ -50,7 +50,7 @@ def test_many_prompts_keep_their_order(llm: LLM) -> None:
     assert len({answer.request_id for answer in answers}) == 24
 
 
-def test_choices_stops_and_logprobs(llm: LLM) -> None:
+def test_choices_stops_and_logprobs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     (answer,) = llm.generate("Once upon a time", SamplingParams(n=3, seed=1, max_tokens=6, logprobs=2))
     assert [output.index for output in answer.outputs] == [0, 1, 2]
     for output in answer.outputs:
@@ -59,9 +59,13 @@ def test_choices_stops_and_logprobs(llm: LLM) -> None:
         chosen = [position[token] for position, token in zip(output.logprobs, output.token_ids, strict=True)]
         assert output.cumulative_logprob == pytest.approx(sum(one.logprob for one in chosen))
         assert "".join(one.decoded_token or "" for one in chosen) == output.text
+    engine, aborted = llm._thread._engine, list[int]()
+    abort = engine.abort
+    monkeypatch.setattr(engine, "abort", lambda streams: (aborted.extend(streams), abort(streams)))
     (stopped,) = llm.generate("Count: 1, 2, 3,", SamplingParams(temperature=0, max_tokens=32, stop=[" 5"]))
     assert stopped.outputs[0].stop_reason == " 5"
     assert " 5" not in stopped.outputs[0].text
+    assert len(aborted) == 1, "the engine does not go on behind a stop string"
 
 
 def test_structured(llm: LLM) -> None:

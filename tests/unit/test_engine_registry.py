@@ -6,6 +6,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from headwater.config.schema import EngineConfig
 from headwater.engines import registry
 from headwater.engines.base import Engine
 from headwater.engines.mocker.engine import MockerEngine
@@ -20,6 +21,11 @@ def offer(monkeypatch: pytest.MonkeyPatch, **points: str) -> None:
 def test_built_in_engines_are_known() -> None:
     assert {"native", "mocker"} <= set(registry.engine_names())
     assert registry.engine_factory("mocker") is MockerEngine
+
+
+def test_what_is_attached_to_needs_no_name_of_an_engine() -> None:
+    engine = registry.create_engine(EngineConfig(attach=("http://127.0.0.1:1",)))
+    assert type(engine).__name__ == "AttachedEngine"
 
 
 def test_an_unknown_engine_is_refused_with_the_nearest() -> None:
@@ -57,7 +63,5 @@ def test_choosing_the_mocker_loads_neither_torch_nor_numpy() -> None:
 def test_the_mocker_is_an_engine() -> None:
     def takes(engine: Engine) -> Engine:
         return engine
-
-    from headwater.config.schema import EngineConfig
 
     assert takes(MockerEngine(EngineConfig(engine="mocker")))

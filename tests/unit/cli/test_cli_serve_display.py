@@ -172,6 +172,35 @@ def test_the_table_leaves_out_workers_that_are_on_their_way() -> None:
     assert '"model": "m"' in text
 
 
+def test_the_table_counts_workers_by_their_roles_where_they_differ() -> None:
+    out = io.StringIO()
+    instances = [instance(0, role="prefill"), instance(1, role="decode"), instance(2, role="decode")]
+    print_ready(out, ServeConfig(workers=3), "http://127.0.0.1:8000", instances, 4.2)
+    assert "3 (2 decode, 1 prefill)" in out.getvalue()
+
+
+def test_keys_of_a_file_are_required_as_well() -> None:
+    out = io.StringIO()
+    config = ServeConfig(frontend=FrontendConfig(keys="keys.json"))
+    print_ready(out, config, "http://127.0.0.1:8000", [instance(0)], 4.2)
+    assert "API key required" in out.getvalue()
+    assert "$API_KEY" in curl_command(config, "http://127.0.0.1:8000", "m")
+
+
+def test_a_part_that_was_asked_to_leave_has_not_died(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    writer = LogWriter(io.BytesIO())
+    display = ServeDisplay(writer, [F0, W0], lambda: None, lambda failure: None, json_logs=False, live_on=None)
+    display.on_restarting(W0, "restarted", 0.0)
+    display.on_restarting(W0, "boom", 0.5)
+    writer.close()
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told == [
+        ("INFO", "worker-0 has left (restarted); starting it again"),
+        ("WARNING", "worker-0 died: boom; starting it again in 0.5 s"),
+    ]
+
+
 def test_the_command_is_what_a_shell_takes() -> None:
     command = curl_command(ServeConfig(), "http://127.0.0.1:8000", "it's")
     words = shlex.split(command)
