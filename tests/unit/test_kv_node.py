@@ -310,6 +310,76 @@ def test_an_offer_that_is_called_off_gives_its_places_back(tmp_path: Path) -> No
     run_leak_checked(check())
 
 
+def test_what_was_read_after_its_lease_ran_out_does_not_count(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path) as node:
+            client = await node.client()
+            run = piece("a", 10)
+            await client.offer(run, payloads(run))
+            copied = client._on_thread
+
+            async def late(work: Callable[[], int]) -> int:
+                arrived = await copied(work)
+                node.host.ledger.expire(float("inf"))
+                return arrived
+
+            client._families.clear()  # so that it asks for a lease
+            client._on_thread = late  # type: ignore[assignment, method-assign]
+            assert await client.load(run, buffers(10, SIZE), timeout_s=1.0) == 0
+
+    run_leak_checked(check())
+
+
+def test_offers_beyond_the_bound_are_dropped_and_counted_and_later_ones_are_not(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path) as node:
+            client = StoreClient(node.path, "worker", max_offered_bytes=15 * SIZE)
+            node.clients.append(client)
+            await client.start(patience_s=5.0)
+            first, second = piece("a", 10), piece("b", 10)
+            offered = await asyncio.gather(*(client.offer(run, payloads(run)) for run in (first, second)))
+            assert offered == [10, 0]
+            assert client.num_offers_dropped == 10
+            assert await client.offer(second, payloads(second)) == 10
+
+    run_leak_checked(check())
+
+
+def test_a_block_that_went_from_the_lower_tier_is_written_there_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        disk = MemoryTier(32 << 20, "disk")
+        async with running(tmp_path, lower=disk, eager=True) as node:
+            client = await node.client()
+            run = piece("a", 10)
+            for _ in range(2):
+                await client.offer(run, payloads(run))
+                await eventually(lambda: all(disk.known(run.ids)), "written to the lower tier")
+                await disk.remove(run.ids)
+
+    run_leak_checked(check())
+
+
+def test_listing_page_by_page_shows_each_block_once(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path) as node:
+            client = await node.client()
+            run = piece("a", 10)
+            await client.offer(run, payloads(run))
+            await client.remove(run.ids[16 * 4 : 16 * 6])
+            shown: list[str] = []
+            after = -1
+            for expected in (3, 3, 2):
+                page = await client.list_blocks("host", after=after, limit=3)
+                assert len(page.blocks) == expected
+                shown += [block.id for block in page.blocks]
+                after = page.next_after
+            assert after == -1
+            left = [run.ids[16 * n : 16 * n + 16].hex() for n in (0, 1, 2, 3, 6, 7, 8, 9)]
+            assert sorted(shown) == sorted(left)
+
+    run_leak_checked(check())
+
+
 def test_cost_of_computing_is_learned_from_engines(tmp_path: Path) -> None:
     async def check() -> None:
         disk = MemoryTier(32 << 20, "disk")

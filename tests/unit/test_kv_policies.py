@@ -9,6 +9,9 @@ from hypothesis import given, settings
 
 from headwater.errors import ConfigError
 from headwater.kv.admission import SecondUse, make_admission
+from headwater.kv.block import Family
+from headwater.kv.families import MAX_FAMILIES, Families
+from headwater.kv.node.prices import NodePrices
 from headwater.kv.policies import PolicyName, make_policy
 from headwater.kv.pricing import ComputeRate, Curiosity, TierRun, TierSpeed, plan_load
 from headwater.kv.queues import SlotQueues
@@ -153,6 +156,36 @@ def test_shares_say_who_pays() -> None:
     for bad in ({"a": 0.0}, {"a": 1.0}, {"a": 0.5, "b": 0.5}, {"a": -0.1}):
         with pytest.raises(ConfigError, match="shares"):
             Shares(bad)
+
+
+def test_a_family_keeps_its_number_while_it_has_blocks() -> None:
+    many = [Family("m", "l", f"tenant {number}", 4096) for number in range(MAX_FAMILIES)]
+    families = Families()
+    for number, family in enumerate(many):
+        assert families.number(family) == number
+        families.charge(number, 1, 4096)
+    newcomer = Family("m", "l", "newcomer", 4096)
+    assert families.number(newcomer) == -1, "all are in use"
+    families.charge(7, -1, -4096)
+    assert families.number(newcomer) == 7
+    assert families.find(many[7]) == -1
+    assert families[7] == newcomer
+    assert families.matching("newcomer", None) == {7}
+
+
+def test_the_price_of_a_load_counts_what_is_queued_and_the_way_through_memory() -> None:
+    prices = NodePrices()
+    copied = prices.load_ms("host", 8 << 20)
+    alone = prices.load_ms("disk", 8 << 20)
+    assert alone > copied
+    prices.queue("disk", 64 << 20)
+    assert prices.load_ms("disk", 8 << 20) > 5 * alone
+    assert prices.load_ms("host", 8 << 20) == copied
+    prices.queue("disk", -(64 << 20))
+    assert prices.load_ms("disk", 8 << 20) == alone
+    for _ in range(200):
+        prices.observe("host", 8 << 20, 1000.0)
+    assert prices.load_ms("disk", 8 << 20) > 900.0, "what comes from below passes through memory"
 
 
 def prefill_ms(new: int, cached: int) -> float:
