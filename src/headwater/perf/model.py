@@ -160,11 +160,6 @@ class PerfModel:
     def observe_transfer(self, link: str, transferred_bytes: int, duration_ms: float) -> None:
         self._link(link).observe((1.0, transferred_bytes), duration_ms)
 
-    def believe_link(self, link: str, latency_ms: float, bytes_per_s: float, weight: float = 4.0) -> None:
-        for size in (64 * 1024, 1024 * 1024, 64 * 1024 * 1024):
-            expected_ms = latency_ms + size / bytes_per_s * 1e3
-            self._link(link).observe_prior((1.0, size), expected_ms, weight / 3)
-
     def transfer_ms(self, link: str, transferred_bytes: int) -> float:
         """0 for a link nothing is known about."""
         return self._link(link).predict((1.0, transferred_bytes))
