@@ -92,10 +92,32 @@ def test_what_nobody_comes_back_for_is_stopped(demo_model: ResolvedModel) -> Non
             await broken_after(it, worker, 2)
             await until(lambda: worker.aborted == [worker.requests[0].stream])
             assert len(it.frontend._resumption) == 0
+            assert it.frontend._resumption.total_bytes == 0
             async with it.connection() as late:
                 reply = await late.ask("POST", "/v1/chat/completions", STREAM, x_request_id="mine", last_event_id="2")
                 assert reply.status == 404
                 assert "'mine' is kept here" in reply.json()["error"]["message"]
+
+    uvloop.run(main())
+
+
+def test_an_answer_has_one_connection_the_one_that_asked_last(demo_model: ResolvedModel) -> None:
+    async def main() -> None:
+        async with running(demo_model) as it, it.connection() as first, it.connection() as second:
+            worker = await it.worker(answers=False)
+            headers = {"x_request_id": "mine", "last_event_id": "0"}
+            await first.send("POST", "/v1/chat/completions", STREAM, **headers)
+            await until(lambda: bool(worker.requests))
+            generate(worker, 0, 2)
+            seen = await read_events(first, 2)
+            await second.send("POST", "/v1/chat/completions", STREAM, **headers)
+            await asyncio.wait_for(first.reader.read(), 20)
+            assert first.reader.at_eof()
+            generate(worker, 2, 6, end=True)
+            got = events_of((await second.read()).body)
+            assert got[: len(seen)] == seen
+            assert got[-1][1] == "[DONE]"
+            assert len(worker.requests) == 1
 
     uvloop.run(main())
 

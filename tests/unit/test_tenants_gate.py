@@ -206,7 +206,8 @@ def test_keyrings_come_from_files_variables_and_commands(tmp_path: Path, monkeyp
     monkeypatch.setenv("RING", path.read_text())
     for spec in (str(path), path.as_uri(), "env:RING", f"command:cat {path}"):
         assert read_keyring(open_source(spec)) == keyring
-    for spec in (str(tmp_path / "no"), "env:NO_RING", "command:false", "command:/no/such/program"):
+    failing = f"command:sh -c 'cat {path}; exit 3'"
+    for spec in (str(tmp_path / "no"), "env:NO_RING", "command:false", "command:/no/such/program", failing):
         with pytest.raises(ConfigError):
             read_keyring(open_source(spec))
     with pytest.raises(ConfigError, match="no program"):

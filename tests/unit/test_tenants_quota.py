@@ -112,6 +112,36 @@ def test_the_budget_ends_and_begins_with_the_month() -> None:
     assert meter.accounts["a"].spent.month_tokens == 10
 
 
+def test_a_budget_may_be_used_to_the_last_token() -> None:
+    meter = meter_of(monthly_tokens=1000)
+    meter.reserve(meter.enter("a"), 999, 1, 1)
+    with pytest.raises(QuotaExceeded):
+        meter.enter("a")
+
+
+def test_another_rate_gives_nothing_back() -> None:
+    clock = VirtualClock(NOVEMBER)
+    limits = {"a": TenantSpec(tokens_per_minute=600)}
+    meter = Meter("fe", limits.__getitem__, clock)
+    meter.reserve(meter.enter("a"), 600, 1, 0)
+    limits["a"] = TenantSpec(tokens_per_minute=1200)
+    with pytest.raises(QuotaExceeded) as caught:
+        meter.reserve(meter.enter("a"), 900, 1, 0)
+    assert caught.value.retry_after_s == pytest.approx(15), "600 of 1,200 are taken, 300 more come in 15 s"
+
+
+def test_what_ended_while_the_ledger_was_written_counts() -> None:
+    meter, ledger = meter_of(monthly_tokens=1000), MemoryLedger()
+    meter.leave(meter.enter("a"), Usage(prompt_tokens=400, requests=1))
+    visit = meter.enter("a")
+    entry = meter.entry()
+    meter.leave(visit, Usage(prompt_tokens=300, requests=1))
+    meter.apply(entry, ledger.sync(entry))
+    assert meter.accounts["a"].spent.month_tokens == 700
+    exchange(meter, ledger)
+    assert meter.accounts["a"].spent.month_tokens == 700
+
+
 @pytest.fixture(params=["memory", "sqlite"])
 def open_ledger(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Ledger]:
     memory = MemoryLedger()
