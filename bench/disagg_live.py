@@ -31,7 +31,8 @@ from statistics import fmean, median
 import msgspec
 import uvloop
 from processes import free_port, running
-from routing_live import TokenShape, ready_workers
+from routing_live import ready_workers
+from token_prompts import TokenShape
 
 from headwater.bench.arrivals import TraceTimes
 from headwater.bench.http_client import Target

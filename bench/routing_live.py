@@ -27,10 +27,11 @@ import msgspec
 import uvloop
 from processes import free_port, running
 from prometheus_client.parser import text_string_to_metric_families
+from token_prompts import TokenShape, requests_of
 
 from headwater.bench.arrivals import Poisson
 from headwater.bench.http_client import Target
-from headwater.bench.load import LoadRun, RequestRecord, RequestShape
+from headwater.bench.load import LoadRun, RequestRecord
 from headwater.bench.report import percentile
 from headwater.bench.workload import LoadRequest
 from headwater.config.schema import EngineConfig, RouterConfig
@@ -54,22 +55,6 @@ ENGINE = EngineConfig(
     mocker_decode_ms_per_sequence=0.2,
 )
 PREFIX_TOKENS, TAIL_TOKENS, OUTPUT_TOKENS, NUM_PREFIXES = 1536, 256, 32, 24
-
-
-@dataclass(frozen=True, slots=True)
-class TokenShape(RequestShape):
-    """Prompts are token ids, written as JSON."""
-
-    def body(self, request: LoadRequest) -> bytes:
-        fields = {
-            "model": self.model,
-            "prompt": msgspec.Raw(request.prompt.encode()),
-            "max_tokens": request.output_tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        return msgspec.json.encode(fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +93,12 @@ def prompts(num_requests: int, seed: int) -> list[list[int]]:
     ]
 
 
-def requests_of(ids: Sequence[Sequence[int]]) -> list[LoadRequest]:
-    return [LoadRequest(msgspec.json.encode(list(prompt)).decode(), OUTPUT_TOKENS) for prompt in ids]
-
-
 # -- simulated
 
 
 def simulate(ids: Sequence[Sequence[int]], arrivals: Poisson, policy: str, num_workers: int) -> Figures:
     key = namespace("simulated", "simulated")
-    times = [at_s for at_s, _ in arrivals.schedule(requests_of(ids))]
+    times = [at_s for at_s, _ in arrivals.schedule(requests_of(ids, OUTPUT_TOKENS))]
     asked = [
         SimRequest(
             at_s,
@@ -191,7 +172,7 @@ async def put_load(url: str, requests: Sequence[LoadRequest], arrivals: Poisson)
 
 def measure(ids: Sequence[Sequence[int]], arrivals: Poisson, policy: str, num_workers: int, log: str | None) -> Figures:
     with serving(policy, num_workers, log) as url:
-        records = uvloop.run(put_load(url, requests_of(ids), arrivals))
+        records = uvloop.run(put_load(url, requests_of(ids, OUTPUT_TOKENS), arrivals))
         prompt_tokens = metric(url, "headwater_prompt_tokens_total")
         cached_tokens = metric(url, "headwater_prompt_tokens_cached_total")
     failed = [record.error for record in records if record.error is not None]

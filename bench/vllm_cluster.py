@@ -8,17 +8,12 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import msgspec
 from processes import Process, free_port, running
-
-from headwater.bench.load import RequestShape
-from headwater.bench.workload import LoadRequest
 
 PEERS = Path(os.environ.get("PEERS", Path(__file__).parent.parent / "build/peers"))
 VLLM_PYTHON = str(PEERS / "vllm/bin/python")
@@ -27,23 +22,6 @@ VOCABULARY = int(os.environ.get("VLLM_VOCABULARY", "40000"))
 """Of another model: token ids are drawn from the third on."""
 START_TIMEOUT_S = 240
 COMMON = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--served-model-name", "demo"]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenShape(RequestShape):
-    """Prompts are token ids, written as JSON."""
-
-    def body(self, request: LoadRequest) -> bytes:
-        fields = {
-            "model": self.model,
-            "prompt": msgspec.Raw(request.prompt.encode()),
-            "max_tokens": request.output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        return msgspec.json.encode(fields)
 
 
 def prompts(count: int, prefix: int, tail: int, num_prefixes: int, seed: int) -> list[list[int]]:
@@ -55,10 +33,6 @@ def prompts(count: int, prefix: int, tail: int, num_prefixes: int, seed: int) ->
 
 def drawn(random: Random, count: int) -> list[int]:
     return [random.randrange(3, VOCABULARY) for _ in range(count)]
-
-
-def requests_of(ids: Sequence[Sequence[int]], output_tokens: int) -> list[LoadRequest]:
-    return [LoadRequest(msgspec.json.encode(list(prompt)).decode(), output_tokens) for prompt in ids]
 
 
 def environment(folder: str, cores: str | None = None) -> dict[str, str]:

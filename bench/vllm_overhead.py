@@ -18,7 +18,8 @@ from statistics import median
 from time import perf_counter
 
 import uvloop
-from vllm_cluster import COMMON, MODEL, TokenShape, api_cpu_s, drawn, headwater, requests_of, vllm_server
+from token_prompts import TokenShape, requests_of
+from vllm_cluster import COMMON, MODEL, api_cpu_s, drawn, headwater, vllm_server
 
 from headwater.bench.arrivals import ClosedLoop
 from headwater.bench.http_client import Target

@@ -11,7 +11,8 @@ import argparse
 from statistics import fmean
 
 import uvloop
-from vllm_cluster import COMMON, MODEL, TokenShape, headwater, metric, prompts, requests_of
+from token_prompts import TokenShape, requests_of
+from vllm_cluster import COMMON, MODEL, headwater, metric, prompts
 
 from headwater.bench.arrivals import Poisson
 from headwater.bench.http_client import Target

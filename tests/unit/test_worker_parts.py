@@ -14,6 +14,7 @@ from headwater.protocol.cluster import Artifact
 from headwater.protocol.events import LoadReport, StepTiming
 from headwater.protocol.frames import FetchArtifact
 from headwater.protocol.request import SequenceOutput
+from headwater.runtime.conformance import eventually
 from headwater.worker.artifacts import MAX_CHUNK_BYTES, ArtifactStore
 from headwater.worker.load import MAX_TIMINGS, LoadReporter
 from headwater.worker.streams import StreamTable
@@ -129,6 +130,24 @@ def test_who_joins_late_is_told_of_steps_with_and_without_prefill() -> None:
         assert 500.0 in durations, "decodes do not crowd out prefills"
         assert 1999.0 in durations
         assert len(durations) <= MAX_TIMINGS
+        reporter.close()
+
+    asyncio.run(check())
+
+
+def test_a_report_is_repeated_without_its_timings_and_never_in_place_of_a_newer_one() -> None:
+    async def check() -> None:
+        sent: list[LoadReport] = []
+        reporter = LoadReporter(sent.append, interval_s=0.05)
+        reporter.repeat()
+        assert sent == []
+        reporter.offer(report(1, 5.0))
+        reporter.repeat()
+        await eventually(lambda: len(sent) == 2, "it is repeated")
+        reporter.offer(report(2, 6.0))
+        reporter.repeat()
+        await eventually(lambda: len(sent) >= 3, "the newer one is told")
+        assert [(found.steps, len(found.timings)) for found in sent[:3]] == [(1, 1), (1, 0), (2, 1)]
         reporter.close()
 
     asyncio.run(check())

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -33,7 +33,7 @@ from headwater.frontend.tenants.keyring import (
     key_digest,
     new_key,
 )
-from headwater.frontend.tenants.ledger import SqliteLedger
+from headwater.frontend.tenants.ledger import SqliteLedger, ledger_beside
 from headwater.frontend.tenants.source import FileSource
 
 _QUANTITIES = ("max_concurrent", "tokens_per_minute", "monthly_tokens")
@@ -145,7 +145,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _usage(args: argparse.Namespace) -> int:
     config = load_from(args).config.frontend
-    path = Path(config.tenant_ledger).expanduser() if config.tenant_ledger else _ledger_beside(_path(args))
+    path = Path(config.tenant_ledger).expanduser() if config.tenant_ledger else ledger_beside(_path(args))
     if not path.exists():
         raise ConfigError(f"there is no ledger {path}", hint="a frontend with --keys or --tenant-ledger writes it")
     ledger = SqliteLedger(path)
@@ -194,10 +194,6 @@ def _path(args: argparse.Namespace) -> Path:
     return Path(spec.removeprefix("file://")).expanduser()
 
 
-def _ledger_beside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.ledger")
-
-
 def _read(path: Path) -> Keyring:
     return decode_keyring(FileSource(path).read(), str(path))
 
@@ -217,7 +213,7 @@ def _known(keyring: Keyring, key_id: str) -> KeySpec:
 
 def _scopes(given: list[str] | None) -> tuple[Scope, ...]:
     wanted = given or ["inference"]
-    return tuple(scope for scope in get_args(Scope) if scope in wanted)
+    return tuple(scope for scope in SCOPES if scope in wanted)
 
 
 def _key_of(tenant: str, key: str, scopes: tuple[Scope, ...], *, note: str, expires: datetime | None) -> KeySpec:

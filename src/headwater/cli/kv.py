@@ -13,11 +13,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from headwater.cli.parser import advanced, seconds
+from headwater.cli.parser import advanced, seconds, size
 from headwater.cli.target import add_target, server_of
 from headwater.config.schema import RuntimeConfig
-from headwater.config.units import about_bytes, parse_bytes
+from headwater.config.units import about_bytes
 from headwater.errors import ConfigError, StoreError, Unavailable
+from headwater.kv.lifecycle import Rules
 from headwater.kv.node import benchmark, wire
 from headwater.kv.node.address import default_socket
 from headwater.kv.node.client import StoreClient
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--tenant", help="of one tenant")
     which.add_argument("--model", help="of one model, by fingerprint as `ls` shows it")
     warm = _client_parser(actions, "warm", "fill the host tier from disk, or have prompts computed, before traffic")
-    warm.add_argument("--max", type=_size, default=1 << 62, metavar="SIZE", help="at most this much from disk")
+    warm.add_argument("--max", type=size, default=1 << 62, metavar="SIZE", help="at most this much from disk")
     warm.add_argument(
         "--prompts", type=Path, metavar="FILE", help="JSON lines, each with `messages` or `prompt`: computed once each"
     )
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     _add_socket(parser)
-    parser.add_argument("--host", type=_size, default=1 << 30, metavar="SIZE", help="memory of the host tier: 4GiB")
+    parser.add_argument("--host", type=size, default=1 << 30, metavar="SIZE", help="memory of the host tier: 4GiB")
     parser.add_argument("--disk", type=_disk, metavar="DIR:SIZE", help="a disk tier: /mnt/nvme/kv:200GiB")
     parser.add_argument("--object", default="", metavar="URL", help="an object tier: s3://bucket/prefix?cap=1TiB")
     parser.add_argument("--peer", action="append", default=[], type=_address, metavar="HOST:PORT", help=_PEER_HELP)
@@ -99,15 +100,15 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     advanced(parser.add_argument("--ttl", type=seconds, metavar="TIME", help="blocks older than this are not served"))
     advanced(parser.add_argument("--direct", action="store_true", help="go around the page cache (O_DIRECT)"))
-    advanced(parser.add_argument("--min-block", type=_size, default=0, metavar="SIZE", help="sizes the block tables"))
+    advanced(parser.add_argument("--min-block", type=size, default=0, metavar="SIZE", help="sizes the block tables"))
     advanced(parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error")))
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--block", nargs="+", type=_size, default=[64 << 10, 256 << 10, 1 << 20, 4 << 20], help="block sizes"
+        "--block", nargs="+", type=size, default=[64 << 10, 256 << 10, 1 << 20, 4 << 20], help="block sizes"
     )
-    parser.add_argument("--total", type=_size, default=256 << 20, help="bytes per round")
+    parser.add_argument("--total", type=size, default=256 << 20, help="bytes per round")
     parser.add_argument("--rounds", type=int, default=5, help="the best counts")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the disk tier lies")
     parser.add_argument("--json", action="store_true", help="one JSON object per row")
@@ -129,9 +130,7 @@ def _add_socket(parser: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace) -> int:
     configure_logging(RuntimeConfig(log_level=args.log_level), "kv")
     shares = dict(args.share)
-    rules = TierOptions(0).rules
-    if args.ttl:
-        rules = type(rules)(ttl_s=args.ttl)
+    rules = Rules(ttl_s=args.ttl or None)
 
     def tier(cap_bytes: int) -> TierOptions:
         return TierOptions(cap_bytes, args.policy, shares, args.min_block, rules)
@@ -319,13 +318,6 @@ def _bench(args: argparse.Namespace) -> int:
 def _document(report: wire.StatusReport) -> dict[str, Any]:
     """Field names instead of the positions of the wire."""
     return {name: msgspec.to_builtins(getattr(report, name)) for name in report.__struct_fields__ if name != "serial"}
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected a size such as 4GiB, not {text!r}: {error}") from error
 
 
 def _disk(text: str) -> tuple[Path, int]:

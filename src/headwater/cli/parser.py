@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from headwater.config.load import nearest
-from headwater.config.units import parse_seconds
+from headwater.config.units import parse_bytes, parse_seconds
 from headwater.errors import ConfigError
 
 ALL = "all"
@@ -31,6 +31,14 @@ def seconds(text: str) -> float:
         return parse_seconds(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected a time such as 30s or 5m, not {text!r}") from error
+
+
+def size(text: str) -> int:
+    """An argument type: `64KiB`, `4GiB`."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a size such as 64KiB or 4GiB, not {text!r}: {error}") from error
 
 
 class Parser(argparse.ArgumentParser):

@@ -4,8 +4,8 @@ import argparse
 import json
 from dataclasses import asdict
 
-from headwater.cli.parser import seconds
-from headwater.config.units import format_bytes, parse_bytes
+from headwater.cli.parser import seconds, size
+from headwater.config.units import format_bytes
 from headwater.errors import TransferError
 from headwater.transfer.benchmark import Case, Row, measure
 from headwater.transfer.choice import SHIPPED
@@ -21,12 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench = kinds.add_parser("bench", help="measure the back-ends, two processes, scattered blocks")
     bench.add_argument("--backend", nargs="+", default=["shm", "cma", "tcp", "file"], choices=SHIPPED, help="which")
     bench.add_argument(
-        "--block", nargs="+", type=_size, default=[4 << 10, 64 << 10, 1 << 20], help="block sizes: 4KiB 64KiB"
+        "--block", nargs="+", type=size, default=[4 << 10, 64 << 10, 1 << 20], help="block sizes: 4KiB 64KiB"
     )
     bench.add_argument("--batch", nargs="+", type=int, default=[1, 100], help="blocks per transfer")
     bench.add_argument("--op", choices=("read", "write"), default="read", help="seen from the side that begins")
     bench.add_argument("--seconds", type=seconds, default=1.0, help="how long each row is measured")
-    bench.add_argument("--region", type=_size, default=256 << 20, help="memory the blocks are scattered over")
+    bench.add_argument("--region", type=size, default=256 << 20, help="memory the blocks are scattered over")
     bench.add_argument("--checksums", action="store_true", help="compare both sides after each transfer")
     bench.add_argument("--encrypt", action="store_true", help="seal what goes over TCP")
     bench.add_argument("--json", action="store_true", help="one JSON object per row")
@@ -65,10 +65,3 @@ def _line(row: Row) -> str:
 
 def _failed(case: Case, error: TransferError) -> str:
     return f"{case.backend:9}{format_bytes(case.block_bytes):>14}{case.batch:>7}  {error.message}"
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected a size such as 64KiB, not {text!r}: {error}") from error

@@ -44,22 +44,16 @@ class FaultCollector(Collector):
         for stage, count in metrics.cancelled_by_stage.items():
             cancelled.add_metric([stage], count)
         yield cancelled
-        for name, help_text in _COUNTERS.items():
-            yield CounterMetricFamily(f"headwater_{_NAMES[name]}", help_text, value=getattr(metrics, name))
+        for name, help_text, read in _COUNTERS:
+            yield CounterMetricFamily(f"headwater_{name}", help_text, value=read(metrics))
         yield GaugeMetricFamily("headwater_sequences_moving", "Sequences without a worker.", value=metrics.waiting())
 
 
-_NAMES = {
-    "moved": "moved_sequences",
-    "poisonous": "poisonous_requests",
-    "quarantined": "worker_quarantines",
-    "returned": "worker_returns",
-    "resumed": "resumed_answers",
-}
-_COUNTERS = {
-    "moved": "Sequences that went on at another worker.",
-    "poisonous": "Requests refused because two workers died of them.",
-    "quarantined": "Workers put aside because they did not move on.",
-    "returned": "Workers that came back from there.",
-    "resumed": "Broken answers that a client came back for.",
-}
+_Read = Callable[[FaultMetrics], int]
+_COUNTERS: tuple[tuple[str, str, _Read], ...] = (
+    ("moved_sequences", "Sequences that went on at another worker.", lambda metrics: metrics.moved),
+    ("poisonous_requests", "Requests refused because two workers died of them.", lambda metrics: metrics.poisonous),
+    ("worker_quarantines", "Workers put aside because they did not move on.", lambda metrics: metrics.quarantined),
+    ("worker_returns", "Workers that came back from there.", lambda metrics: metrics.returned),
+    ("resumed_answers", "Broken answers that a client came back for.", lambda metrics: metrics.resumed),
+)

@@ -21,7 +21,6 @@ from headwater.errors import InvalidRequest
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_URL_CHARS = 2048
-MAX_REDIRECTS = 3
 _PORTS = {"https": 443, "http": 80}
 _LABEL = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)")
 _LOCAL_SUFFIXES = ("localhost", "local", "internal", "intranet", "lan", "home", "corp", "localdomain", "home.arpa")

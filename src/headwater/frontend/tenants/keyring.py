@@ -46,6 +46,10 @@ class TenantSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     kv_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     """Most of the cache tiers that its blocks may fill while others want room."""
 
+    @property
+    def has_quotas(self) -> bool:
+        return bool(self.max_concurrent or self.tokens_per_minute or self.monthly_tokens)
+
 
 class KeySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     tenant: Name
@@ -74,7 +78,7 @@ class Keyring(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def has_quotas(self) -> bool:
-        return any(t.max_concurrent or t.tokens_per_minute or t.monthly_tokens for t in self.tenants.values())
+        return any(tenant.has_quotas for tenant in self.tenants.values())
 
 
 def decode_keyring(document: bytes, where: str) -> Keyring:

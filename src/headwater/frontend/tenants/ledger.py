@@ -110,6 +110,11 @@ class MemoryLedger:
         """Nothing is held."""
 
 
+def ledger_beside(keyring: Path) -> Path:
+    """Where the ledger is unless it was said."""
+    return keyring.with_name(f"{keyring.name}.ledger")
+
+
 class SqliteLedger:
     """Used by one thread at a time."""
 

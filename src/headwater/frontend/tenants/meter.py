@@ -173,7 +173,7 @@ class Meter:
 
     def _known_account(self, name: str) -> Account | None:
         """Those with limits are followed even when they ask elsewhere."""
-        return self._accounts.get(name) or (self._account(name) if _is_limited(self._tenant_of(name)) else None)
+        return self._accounts.get(name) or (self._account(name) if self._tenant_of(name).has_quotas else None)
 
     def _bucket(self, account: Account, spec: TenantSpec, now: float) -> TokenBucket | None:
         limit = spec.tokens_per_minute
@@ -194,7 +194,7 @@ class Meter:
             return
         for name, account in list(self._accounts.items()):
             idle = not account.own_in_progress and account.unsent == Usage()
-            if idle and not _is_limited(self._tenant_of(name)):
+            if idle and not self._tenant_of(name).has_quotas:
                 del self._accounts[name]
 
     # Months
@@ -212,7 +212,3 @@ class Meter:
         now = datetime.fromtimestamp(self._clock.epoch(), UTC)
         first = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
         return ((first + timedelta(days=32)).replace(day=1) - now).total_seconds()
-
-
-def _is_limited(spec: TenantSpec) -> bool:
-    return bool(spec.max_concurrent or spec.tokens_per_minute or spec.monthly_tokens)

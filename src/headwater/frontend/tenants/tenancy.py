@@ -16,7 +16,7 @@ from headwater.errors import ConfigError
 from headwater.frontend.tenants.audit import AuditLog
 from headwater.frontend.tenants.gate import Gate
 from headwater.frontend.tenants.keyring import Keyring
-from headwater.frontend.tenants.ledger import Ledger, MemoryLedger, SqliteLedger
+from headwater.frontend.tenants.ledger import Ledger, MemoryLedger, SqliteLedger, ledger_beside
 from headwater.frontend.tenants.line_log import LineLog
 from headwater.frontend.tenants.meter import Meter
 from headwater.frontend.tenants.source import FileSource, KeySource, open_source
@@ -144,7 +144,7 @@ def _open_ledger(config: FrontendConfig, source: KeySource | None, keyring: Keyr
     if config.tenant_ledger is not None:
         return SqliteLedger(Path(config.tenant_ledger).expanduser())
     if isinstance(source, FileSource):
-        return SqliteLedger(source.path.with_name(f"{source.path.name}.ledger"))
+        return SqliteLedger(ledger_beside(source.path))
     if keyring.has_quotas:
         raise ConfigError(
             "tenants have quotas, and there is no file to keep account in",

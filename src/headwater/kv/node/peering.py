@@ -4,7 +4,6 @@ Nodes of one cluster share a key, in a file closed to others. Without one, peers
 """
 
 import asyncio
-import ipaddress
 import os
 import secrets
 import stat
@@ -17,6 +16,7 @@ from headwater.kv.space import PAGE_BYTES
 from headwater.kv.stores.host import HostTier
 from headwater.kv.stores.peer import PeerOptions, PeerTier
 from headwater.kv.stores.peer_offer import PeerOffer
+from headwater.runtime.endpoints import is_loopback
 from headwater.transfer.agent import Agent
 from headwater.transfer.auth import MIN_KEY_BYTES
 from headwater.transfer.options import AgentOptions
@@ -37,7 +37,7 @@ class PeeringOptions:
 
     def __post_init__(self) -> None:
         addresses = [*self.peers, *([self.listen] if self.listen else [])]
-        distant = next((host for host, _ in addresses if not _is_loopback(host)), None)
+        distant = next((host for host, _ in addresses if not is_loopback(host)), None)
         if distant is not None and not self.key:
             raise ConfigError(
                 f"the peer address {distant} is not of this host, and there is no key: others could read all KV",
@@ -97,10 +97,3 @@ class Peering:
         if self.tier is not None:
             await self.tier.close()
         await asyncio.to_thread(self.agent.close)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
