@@ -93,6 +93,36 @@ def test_an_own_stall_is_nobodys_fault() -> None:
     assert idle.due_for_canary(15.0) == ["w"]
 
 
+def test_time_without_a_processor_is_no_silence_up_to_a_limit() -> None:
+    vigil, worker = watched()
+    busy(vigil, worker)
+    vigil.hanging(0.0)
+    vigil.reported("w", REPORT, 0.0)
+    for starved_s in (0.5, 1.5, 2.5):
+        vigil.reported("w", msgspec.structs.replace(REPORT, starved_ms=1e3 * starved_s), 0.5 + starved_s)
+    assert vigil.hanging(4.0) == [], "silent for 4 s, of which it was not let for 2.5 s"
+    ((_, silent_s),) = vigil.hanging(4.5)
+    assert silent_s == pytest.approx(2.0), "it went on for 2 s without being held up, and said nothing"
+    vigil.reported("w", msgspec.structs.replace(REPORT, turns=1), 5.0)
+    assert vigil.hanging(6.5) == []
+    assert vigil.hanging(7.0), "another silence, of which nothing is excused: stopped, for instance"
+    vigil.reported("w", msgspec.structs.replace(REPORT, turns=1, starved_ms=1e6), 7.0)
+    assert vigil.hanging(14.0) == []
+    assert vigil.hanging(15.0), "there is an end to every excuse"
+
+
+def test_a_worker_that_owes_a_canary_an_answer_is_judged_like_one_at_work() -> None:
+    vigil, _ = watched()
+    vigil.reported("w", REPORT, 99.0)
+    vigil.asked("w", 100.0)
+    assert vigil.hanging(101.5) == []
+    vigil.reported("w", msgspec.structs.replace(REPORT, starved_ms=1000.0), 101.5)
+    assert vigil.hanging(102.5) == []
+    assert vigil.hanging(103.0)
+    vigil.answered("w")
+    assert vigil.hanging(104.0) == []
+
+
 def test_canaries_are_due_when_idle_and_again_after_an_interval() -> None:
     vigil, worker = watched()
     assert vigil.due_for_canary(9.0) == []

@@ -257,11 +257,15 @@ class Cluster:
         worker = self._view.worker(worker_id)
         if connection is None or worker is None or not worker.eligible:
             return
+        longest_s = self._vigil.longest_answer_s(worker)
+        self._vigil.asked(worker_id, self._loop.time())
         try:
-            await self._dispatcher.probes.probe(connection, self._vigil.bound_s(worker))
+            await self._dispatcher.probes.probe(connection, longest_s)
         except HeadwaterError as error:
-            if connection.connected and self._vigil.may_be_put_aside(worker_id, self._vigil.bound_s(worker)):
+            if connection.connected and self._vigil.may_be_put_aside(worker_id, longest_s):
                 self._quarantine(worker_id, error.message)
+        finally:
+            self._vigil.answered(worker_id)
 
     def _quarantine(self, worker_id: str, reason: str) -> None:
         connection = self._connections.get(worker_id)
@@ -295,8 +299,10 @@ class Cluster:
 
     async def _answers(self, connection: WorkerConnection) -> bool:
         worker = self._view.worker(connection.worker_id)
+        if worker is None:
+            return False
         try:
-            await self._dispatcher.probes.probe(connection, self._vigil.bound_s(worker) if worker is not None else 2.0)
+            await self._dispatcher.probes.probe(connection, self._vigil.longest_answer_s(worker))
         except HeadwaterError:
             return False
         return True

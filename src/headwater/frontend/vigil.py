@@ -4,8 +4,9 @@ A worker moves on when it sends a step, or when its engine's own loop makes a re
 did neither for `PATIENCE` times its longest step, expected or seen of late, and for no less than the floor, hangs.
 While nothing is known of its steps it is given longer. When many hang at once it is more likely that everything is
 slow: beyond half of those that serve a model a worker is given much longer, and the last one is never put aside. An
-idle worker that has not computed for a while is due for a canary. Pure: time comes in; a stall of our own (`forgive`)
-is nobody's fault.
+idle worker that has not computed for a while is due for a canary. Time in which a worker could have run and got no
+processor, as it says itself (`LoadReport.starved_ms`), is no silence, up to a limit. Pure: time comes in; a stall of
+our own (`forgive`) is nobody's fault.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from headwater.router.view import ClusterView, WorkerView
 PATIENCE = 5.0
 """Times the longest step that is expected."""
 _FADING = 0.95
-_PATIENCE_WITH_MANY = 5.0
-"""Times the longest silence that is in order, while half of the workers are out of service."""
+_MUCH_PATIENCE = 5.0
+"""Times the longest silence that is in order: while half of the workers are out of service, and for one that says that
+it gets no processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class VigilLimits:
     """While no step time is known."""
     canary_interval_s: float = 30.0
     """Idle for so long: time for a canary; 0: never."""
-    look_s: float = 0.25
+    look_s: float = 0.1
     """Time between two looks."""
 
 
@@ -38,11 +40,18 @@ class _Watched:
     """When it last did, or began to have work of ours."""
     computed: float
     """When it last took a step."""
+    starved_s: float = 0.0
+    """Of the time since then: without a processor."""
     slowest_ms: float = 0.0
     """Of the steps it took of late; fades with every report."""
     turns: int = -1
     steps: int = -1
     busy: bool = False
+    asked: bool = False
+    """A canary is under way."""
+
+    def move_on(self, now: float) -> None:
+        self.moved_on, self.starved_s = now, 0.0
 
 
 class Vigil:
@@ -62,7 +71,21 @@ class Vigil:
     def stepped(self, worker_id: str, now: float) -> None:
         watched = self._watched.get(worker_id)
         if watched is not None:
-            watched.moved_on = watched.computed = now
+            watched.move_on(now)
+            watched.computed = now
+
+    def asked(self, worker_id: str, now: float) -> None:
+        """It was sent a canary: from now on it has work of ours."""
+        watched = self._watched.get(worker_id)
+        if watched is not None:
+            watched.asked = watched.busy = True
+            watched.move_on(now)
+
+    def answered(self, worker_id: str) -> None:
+        """The canary is back, or not waited for any more."""
+        watched = self._watched.get(worker_id)
+        if watched is not None:
+            watched.asked = False
 
     def reported(self, worker_id: str, load: LoadReport, now: float) -> None:
         """A report; one that only repeats an earlier one proves nothing."""
@@ -70,9 +93,10 @@ class Vigil:
         if watched is None:
             return
         if load.steps != watched.steps:
-            watched.computed = watched.moved_on = now
-        if load.turns != watched.turns:
-            watched.moved_on = now
+            watched.computed = now
+        if (load.steps, load.turns) != (watched.steps, watched.turns):
+            watched.move_on(now)
+        watched.starved_s = max(watched.starved_s, load.starved_ms / 1e3)
         watched.steps, watched.turns = load.steps, load.turns
         slowest_ms = max([timing.duration_ms for timing in load.timings], default=0.0)
         watched.slowest_ms = max(slowest_ms, _FADING * watched.slowest_ms)
@@ -90,12 +114,16 @@ class Vigil:
         found: list[tuple[str, float]] = []
         for worker_id, watched in self._watched.items():
             worker = self._view.worker(worker_id)
-            busy = worker is not None and worker.booked_sequences > 0
+            busy = worker is not None and (watched.asked or worker.booked_sequences > 0)
             if busy and not watched.busy:
-                watched.moved_on = now
+                watched.move_on(now)
             watched.busy = busy
             silent_s = now - watched.moved_on
-            if worker is not None and busy and silent_s > self.bound_s(worker) - self.limits.look_s:
+            if worker is None or not busy or silent_s <= self.limits.hang_timeout_s - self.limits.look_s:
+                continue
+            bound_s = self.bound_s(worker)
+            silent_s -= min(watched.starved_s, (_MUCH_PATIENCE - 1.0) * bound_s)
+            if silent_s > bound_s - self.limits.look_s:
                 found.append((worker_id, silent_s))
         return found
 
@@ -107,7 +135,7 @@ class Vigil:
         fingerprint = worker.instance.card.fingerprint
         peers = [other for other in self._view.workers if other.instance.card.fingerprint == fingerprint]
         others = sum(other.eligible for other in peers) - worker.eligible
-        patience = 1.0 if others >= len(peers) // 2 else _PATIENCE_WITH_MANY
+        patience = 1.0 if others >= len(peers) // 2 else _MUCH_PATIENCE
         return others > 0 and silent_s > patience * self.bound_s(worker) - self.limits.look_s
 
     def due_for_canary(self, now: float) -> list[str]:
@@ -120,6 +148,10 @@ class Vigil:
                 watched.computed = now
                 due.append(worker_id)
         return due
+
+    def longest_answer_s(self, worker: WorkerView) -> float:
+        """Until a canary is answered, by one that gives signs of life."""
+        return _MUCH_PATIENCE * self.bound_s(worker)
 
     def bound_s(self, worker: WorkerView) -> float:
         """The longest silence that is in order."""

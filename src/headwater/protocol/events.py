@@ -108,6 +108,8 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):
     """None at a worker without a store."""
     turns: int = 0
     """Reports made by the engine's own loop: a number that stands still tells of a loop that is stuck."""
+    starved_ms: float = 0.0
+    """Since the last of those: how long a thread of the worker could have run and got no processor."""
 
 
 WorkerEvent = BlocksStored | BlocksRemoved | BlocksCleared | LoadReport

@@ -43,10 +43,10 @@ class LoadReporter:
         else:
             self._timer = loop.call_later(wait_s, self._send, loop)
 
-    def repeat(self) -> None:
+    def repeat(self, starved_ms: float = 0.0) -> None:
         """What goes with a report has changed: send the last one again, if no newer one is about to be sent."""
         if self._sent is not None and self._timer is None:
-            self.offer(self._sent)
+            self.offer(msgspec.structs.replace(self._sent, starved_ms=starved_ms) if starved_ms else self._sent)
 
     def recall(self) -> list[LoadReport]:
         """The last report, if any, with what is remembered of steps so far: for those who join now."""
@@ -65,6 +65,6 @@ class LoadReporter:
         self._last = loop.time()
         report, self._newest = self._newest, None
         if report is not None:
-            self._sent = msgspec.structs.replace(report, timings=[])
+            self._sent = msgspec.structs.replace(report, timings=[], starved_ms=0.0)
             self._publish(msgspec.structs.replace(report, timings=list(self._timings)))
         self._timings.clear()

@@ -40,6 +40,7 @@ from headwater.transfer.options import AgentOptions
 from headwater.types import Role
 from headwater.worker.artifacts import ArtifactStore
 from headwater.worker.load import REPORT_INTERVAL_S, SHARED_INTERVAL_S, LoadReporter
+from headwater.worker.pulse import Pulse
 from headwater.worker.record import WorkerRecord, starting
 from headwater.worker.shares import FrontendShares
 from headwater.worker.streams import StreamTable
@@ -82,6 +83,7 @@ class WorkerShell:
         self._publisher = planes.publisher()
         self._load = LoadReporter(self._report)
         self._streams = StreamTable()
+        self._pulse = Pulse(lambda: len(self._streams) > 0, self._load.repeat)
         self._shares = FrontendShares()
         self._artifacts = ArtifactStore([], {})
         self._handoffs: Handoffs | None = None
@@ -183,6 +185,7 @@ class WorkerShell:
                 self._role_change.cancel()
             if self._handoffs is not None:
                 await self._handoffs.close()
+            self._pulse.close()
             self._load.close()
             await self._listener.close()
             await self._publisher.close()
@@ -269,6 +272,7 @@ class WorkerShell:
             plain = [request for request in accepted if not self._in_store(request) and not self._exchanges(request)]
             if plain:
                 self._engine.submit(plain)
+            self._pulse.begin()
             self._tell_shares()
 
     def _open(self, peer: bytes, request: EngineRequest) -> EngineRequest:
@@ -368,6 +372,7 @@ class WorkerShell:
         others: list[WorkerEvent] = []
         for event in events:
             if isinstance(event, LoadReport):
+                self._pulse.heard()
                 self._load.offer(event)
                 if self._tiers is not None:
                     self._tiers.observe(event)
