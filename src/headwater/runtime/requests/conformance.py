@@ -15,6 +15,7 @@ from headwater.protocol.frames import (
     FetchArtifact,
     FrontendFrame,
     Hello,
+    Refused,
     StepFrame,
     Submit,
     WorkerFrame,
@@ -303,6 +304,11 @@ class RequestPlaneConformance:
         front.link.send(Abort([1]))
         await eventually(lambda: len(worker.frames) == 1, "the live one's frame")
         assert len(worker.gone) == 1
+        await silent.send(join_frames([msgspec.msgpack.encode(Abort([1]))]))
+        (refusal,) = msgspec.msgpack.decode(await silent.receive(), type=list[WorkerFrame])
+        assert isinstance(refusal, Refused)
+        assert "was silent for" in refusal.error.message
+        assert "connect again" in refusal.error.message
         await silent.close()
         await front.link.close()
         await worker.listener.close()

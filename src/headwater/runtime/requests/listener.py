@@ -1,7 +1,8 @@
 """A worker's end of all its connections, over any transport.
 
 A peer is known from its `Hello` until it leaves, falls silent, stops reading or sends something that is not a frame.
-Garbage is counted and its sender refused; nothing a peer sends can raise here.
+One that was given up and speaks again by the same connection, since the network was cut for a while, is told why and
+has to connect anew. Garbage is counted and its sender refused; nothing a peer sends can raise here.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headwater.errors import HeadwaterError, Overloaded, ProtocolError
+from headwater.errors import HeadwaterError, Overloaded, ProtocolError, WorkerLost
 from headwater.protocol import PROTOCOL_VERSION
 from headwater.protocol.frames import FrontendFrame, Hello, Ping, Pong, Refused, Welcome, WorkerFrame
 from headwater.protocol.request import ErrorInfo
@@ -57,6 +58,8 @@ class Listener:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[FrontendFrame])
         self._peers: dict[bytes, _Peer] = {}
+        self._given_up: dict[bytes, str] = {}
+        """Why; as long as the connection stands."""
         self._flush_scheduled = False
         self._closed = False
         self._tick_handle: asyncio.TimerHandle | None = None
@@ -81,7 +84,7 @@ class Listener:
         self._worker_id = worker_id
         self._on_frame = on_frame
         self._on_gone = on_gone
-        address = self._acceptor.open(self._on_message, self._forget)
+        address = self._acceptor.open(self._on_message, self._on_lost)
         self._tick_handle = self._loop.call_later(self._limits.heartbeat_s, self._tick)
         return address
 
@@ -119,8 +122,7 @@ class Listener:
         try:
             self._acceptor.transmit(peer, message)
         except QueueFull:
-            _log.warning("frontend %s does not read: giving it up", self._name(peer))
-            self._forget(peer)
+            self._give_up(peer, "did not read")
         except PeerGone:
             self._forget(peer)
 
@@ -128,6 +130,11 @@ class Listener:
         known = self._peers.get(peer)
         if known is not None:
             known.heard = True
+        elif peer in self._given_up:
+            self._tell_refusal(
+                peer, WorkerLost(f"this frontend {self._given_up[peer]} and was given up: connect again")
+            )
+            return
         try:
             frames = self._decoder.decode(message)
         except msgspec.DecodeError as error:
@@ -162,10 +169,24 @@ class Listener:
         if self._loop.time() >= self._next_complaint:
             self._next_complaint = self._loop.time() + COMPLAINT_INTERVAL_S
             _log.warning("refusing frontend %s: %s (%d refused so far)", self._name(peer), error, self.stats.refused)
-        refusal = Refused(ErrorInfo(error.code, error.message, error.http_status, error.retryable))
         self._forget(peer)
+        self._tell_refusal(peer, error)
+
+    def _tell_refusal(self, peer: bytes, error: HeadwaterError) -> None:
+        refusal = Refused(ErrorInfo(error.code, error.message, error.http_status, error.retryable))
         self._transmit(peer, join_frames([self._encoder.encode(refusal)]))
         self._acceptor.flushed()
+
+    def _give_up(self, peer: bytes, why: str) -> None:
+        if peer in self._peers:
+            _log.warning("frontend %s %s: giving it up", self._name(peer), why)
+            self._given_up[peer] = why
+            self._forget(peer)
+
+    def _on_lost(self, peer: bytes) -> None:
+        """The connection is gone."""
+        self._given_up.pop(peer, None)
+        self._forget(peer)
 
     def _forget(self, peer: bytes) -> None:
         if self._peers.pop(peer, None) is not None:
@@ -177,8 +198,7 @@ class Listener:
             known.silent_s = 0.0 if known.heard else known.silent_s + self._limits.heartbeat_s
             known.heard = False
             if known.silent_s >= self._limits.silence_s:
-                _log.warning("frontend %s has been silent for %g s", self._name(peer), known.silent_s)
-                self._forget(peer)
+                self._give_up(peer, f"was silent for {known.silent_s:g} s")
         self._tick_handle = self._loop.call_later(self._limits.heartbeat_s, self._tick)
 
     def _name(self, peer: bytes) -> str:

@@ -1,10 +1,13 @@
 """The request plane over ZeroMQ: a DEALER per worker on the frontend's side, one ROUTER on the worker's.
 
 Monitors tell of broken connections at once, heartbeats of those that fell silent. A ROUTER does not say which
-connection a message came by, except through its descriptor: that ties a peer to the monitor's news.
+connection a message came by, except through its descriptor: that ties a peer to the monitor's news. Names of peers are
+never given twice, descriptors are: a peer that was lost is remembered for a while, so that what is still read from it
+is not taken for the word of the one that has its descriptor now.
 """
 
 import errno
+from collections import deque
 
 import zmq
 
@@ -48,6 +51,8 @@ _REASONS = {
 _SRCFD = int(zmq.SRCFD)
 _UNREAD_MESSAGES = 64
 """Of one frontend at a worker: messages may be large, and what is not read in time waits at the sender."""
+
+_FORMER_PEERS = 64
 
 
 class ZmqDialer:
@@ -99,6 +104,7 @@ class ZmqAcceptor:
         """Descriptors of the connections that are open."""
         self._peer_by_fd: dict[int, bytes] = {}
         self._known: set[bytes] = set()
+        self._former: deque[bytes] = deque(maxlen=_FORMER_PEERS)
 
     def open(self, on_message: OnPeerMessage, on_lost: OnPeerLost) -> str:
         self._on_message = on_message
@@ -139,7 +145,7 @@ class ZmqAcceptor:
             message = b""
         else:
             message = frame.bytes
-        if peer in self._known or self._admit(peer, int(frame.get(_SRCFD))):
+        if peer in self._known or (peer not in self._former and self._admit(peer, int(frame.get(_SRCFD)))):
             self._on_message(peer, message)
 
     def _admit(self, peer: bytes, fd: int) -> bool:
@@ -163,4 +169,5 @@ class ZmqAcceptor:
         peer = self._peer_by_fd.pop(fd, None)
         if peer is not None:
             self._known.discard(peer)
+            self._former.append(peer)
             self._on_lost(peer)
