@@ -48,6 +48,27 @@ async def served(tier: DiskTier, name: str, count: int = 16, size: int = SIZE) -
     return found
 
 
+def test_files_are_closed_to_others(tmp_path: Path) -> None:
+    """Whatever the folder was copied from, and when the manifest is written again."""
+    folder = tmp_path / "tier"
+
+    async def check() -> None:
+        async with opened(folder) as tier:
+            await put(tier, "a")
+        (folder / "manifest").chmod(0o644)
+        (folder / "records").chmod(0o666)
+        async with opened(folder) as tier:
+            assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+            await put(tier, "b", size=2 * SIZE)
+            assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+    before = os.umask(0)
+    try:
+        asyncio.run(check())
+    finally:
+        os.umask(before)
+
+
 def test_a_closed_tier_reopens_warm(tmp_path: Path) -> None:
     async def check() -> None:
         async with opened(tmp_path / "tier") as tier:

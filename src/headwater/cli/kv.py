@@ -17,6 +17,7 @@ from headwater.cli.parser import advanced, seconds, size
 from headwater.cli.target import add_target, server_of
 from headwater.config.schema import RuntimeConfig
 from headwater.config.units import about_bytes
+from headwater.deploy.clusters import running_clusters
 from headwater.errors import ConfigError, StoreError, Unavailable
 from headwater.kv.lifecycle import Rules
 from headwater.kv.node import benchmark, wire
@@ -121,7 +122,7 @@ def _client_parser(actions: Any, name: str, help_text: str) -> argparse.Argument
 
 
 def _add_socket(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--socket", type=Path, default=default_socket(), metavar="PATH", help="where the store listens")
+    parser.add_argument("--socket", type=Path, metavar="PATH", help="where the store listens")
 
 
 # The node's process
@@ -142,7 +143,8 @@ def _serve(args: argparse.Namespace) -> int:
         tier(args.host), disk, peering, args.object,
         owner=args.owner, admission=args.admission, cold_format=args.cold_format,
     )  # fmt: skip
-    asyncio.run(serve_store(options, args.socket, lambda: print(f"KV store at {args.socket}", flush=True)))
+    socket = args.socket or default_socket()
+    asyncio.run(serve_store(options, socket, lambda: print(f"KV store at {socket}", flush=True)))
     return 0
 
 
@@ -150,16 +152,30 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 async def _with_store(args: argparse.Namespace, act: Callable[[StoreClient], Awaitable[T]]) -> T:
-    client = StoreClient(args.socket, "headwater kv")
+    socket = args.socket or _running_store()
+    client = StoreClient(socket, "headwater kv")
     await client.start(patience_s=_CONNECT_S)
     try:
         if client.problem:
             raise Unavailable(
-                f"no KV store answers at {args.socket}: {client.problem}", hint="start one with `headwater kv serve`"
+                f"no KV store answers at {socket}: {client.problem}", hint="start one with `headwater kv serve`"
             )
         return await act(client)
     finally:
         await client.close()
+
+
+def _running_store() -> Path:
+    """The one store of this user on this host. Which of several is meant has to be said."""
+    found = [Path(cluster.store) for cluster in running_clusters() if cluster.store]
+    usual = default_socket()
+    if usual.exists() or not found:
+        found.insert(0, usual)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{len(found)} KV stores run here: {', '.join(map(str, found))}", hint="--socket says which one is meant"
+        )
+    return found[0]
 
 
 async def _stat(args: argparse.Namespace) -> int:

@@ -31,6 +31,7 @@ from headwater.deploy.supervision import Finish
 from headwater.engines.native.host import free_memory_bytes
 from headwater.errors import ConfigError, HeadwaterError
 from headwater.frontend.tenants.tenancy import check_public
+from headwater.kv.node.address import SOCKET_NAME
 from headwater.logs import configure_logging
 from headwater.protocol.cluster import Instance
 from headwater.runtime.endpoints import is_loopback
@@ -100,12 +101,21 @@ def _check_memory(config: ServeConfig) -> None:
         )
 
 
-def _check_store(config: KvConfig) -> None:
-    """What is said of a KV store can be had. Who says nothing of one does not wait for its code to be loaded."""
-    if config != KvConfig():
-        from headwater.tiers.node import node_options
+def _store_placed(config: KvConfig, folder: Path) -> KvConfig:
+    """What is said of a KV store can be had, and a store of this graph listens at a place of its own. Who says nothing
+    of one does not wait for its code to be loaded."""
+    if config == KvConfig():
+        return config
+    from headwater.kv.node.server import check_free
+    from headwater.tiers.node import node_options
 
-        node_options(config)
+    node_options(config)
+    if not config.own_store:
+        return config
+    if config.kv_socket is None:
+        return msgspec.structs.replace(config, kv_socket=str(folder / SOCKET_NAME))
+    check_free(Path(config.kv_socket).expanduser())
+    return config
 
 
 def placed(config: ServeConfig, port: int, folder: ClusterFolder) -> ServeConfig:
@@ -115,10 +125,14 @@ def placed(config: ServeConfig, port: int, folder: ClusterFolder) -> ServeConfig
     key = config.frontend.operator_key or secrets.token_urlsafe(32)
     url = base_url(config.frontend.host, port, tls=bool(cert))
     config = msgspec.structs.replace(config, workers=len(config.engine.attach) or num_workers(config))
-    _check_store(config.kv)
-    folder.publish(ClusterRecord(pid=os.getpid(), url=url, registry=registry, started=time.time(), key=key, cert=cert))
+    kv = _store_placed(config.kv, folder.path)
+    store = kv.kv_socket if kv.own_store and kv.kv_socket else ""
+    folder.publish(
+        ClusterRecord(pid=os.getpid(), url=url, registry=registry, started=time.time(), key=key, cert=cert, store=store)
+    )
     return msgspec.structs.replace(
         config,
+        kv=kv,
         frontend=msgspec.structs.replace(config.frontend, port=port, operator_key=key),
         runtime=msgspec.structs.replace(config.runtime, registry=registry),
     )

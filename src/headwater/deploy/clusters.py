@@ -38,6 +38,8 @@ class ClusterRecord(msgspec.Struct, frozen=True):
     """Rolling restarts that are over."""
     restart_failure: str | None = None
     """Why the last one did not replace everything."""
+    store: str = ""
+    """Where its KV store listens, if it runs one."""
 
 
 class ClusterFolder:

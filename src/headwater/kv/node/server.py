@@ -247,11 +247,7 @@ def _listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.exists() and _answers(path):
-            raise ConfigError(
-                f"another store serves {path} already",
-                hint="`headwater kv stat` shows it; --socket, for `headwater serve` --kv-socket, names another place",
-            )
+        check_free(path)
         path.unlink(missing_ok=True)
         before = os.umask(0o177)
         try:
@@ -266,6 +262,15 @@ def _listen(path: Path) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def check_free(path: Path) -> None:
+    """Raises `ConfigError` when a store listens there."""
+    if path.exists() and _answers(path):
+        raise ConfigError(
+            f"another store serves {path} already",
+            hint="`headwater kv stat` shows it; --socket, for `headwater serve` --kv-socket, names another place",
+        )
 
 
 def _answers(path: Path) -> bool:

@@ -69,6 +69,7 @@ class DiskFiles:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock()
             self._refuse_foreign()
+            self._close_to_others()
             self._check_free(cap_bytes)
             self.manifest = self._read_manifest()
             self.sizes = DiskSizes.of(cap_bytes, num_records, self.manifest.chunk_bytes)
@@ -94,7 +95,9 @@ class DiskFiles:
         self.manifest = Manifest(VERSION, self.sizes.chunk_bytes, families)
         path = self.folder / "manifest.new"
         try:
-            path.write_bytes(msgspec.json.encode(self.manifest))
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            with open(fd, "wb") as file:
+                file.write(msgspec.json.encode(self.manifest))
             path.replace(self.folder / "manifest")
         except OSError as error:
             raise TierUnavailable(f"cannot write {path}: {error.strerror}") from None
@@ -123,6 +126,12 @@ class DiskFiles:
             raise ConfigError(
                 f"{self.folder} holds other files ({', '.join(foreign[:3])}): give the tier its own folder"
             )
+
+    def _close_to_others(self) -> None:
+        """Prompts can be had from KV blocks; a restored or copied folder may have been more open."""
+        for entry in self.folder.iterdir():
+            if not entry.is_symlink():
+                entry.chmod(0o600)
 
     def _check_free(self, cap_bytes: int) -> None:
         status = os.statvfs(self.folder)
