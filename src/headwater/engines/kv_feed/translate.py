@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headwater.engines.kv_feed.wire import ForeignBatch, ForeignHash, ForeignRemoved, ForeignStored
+from headwater.engines.kv_feed.wire import ForeignBatch, ForeignHash, ForeignMoved, ForeignRemoved, ForeignStored
 from headwater.kv.identity import chain_block_ids, namespace
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored, WorkerEvent
 from headwater.types import BLOCK_ID_BYTES, BlockId, Tier
@@ -32,6 +32,7 @@ class _Known:
 
     block_id: BlockId
     namespace: bytes
+    parent: BlockId | None = None
 
 
 _Key = tuple[int, Tier, ForeignHash]
@@ -61,6 +62,8 @@ class FeedTranslator:
                     self._store(batch.rank, event, told)
                 case ForeignRemoved(group=0):
                     self._remove(batch.rank, event, told)
+                case ForeignMoved():
+                    self._move(batch.rank, event, told)
                 case ForeignStored() | ForeignRemoved():
                     pass  # further groups of a hybrid model: the first one says what is cached
                 case _:
@@ -81,7 +84,8 @@ class FeedTranslator:
         if parent is None:
             self.num_orphans += len(event.hashes)
             return
-        run = _Run(event.tier, parent.block_id or None)
+        before = parent.block_id or None
+        run = _Run(event.tier, before)
         ids = chain_block_ids(
             parent.namespace,
             array("I", event.token_ids).tobytes(),
@@ -92,7 +96,8 @@ class FeedTranslator:
         for number, foreign in enumerate(event.hashes):
             block_id = BlockId(ids[number * BLOCK_ID_BYTES : (number + 1) * BLOCK_ID_BYTES])
             key = (rank, event.tier, foreign)
-            self._known[key] = _Known(block_id, parent.namespace)
+            self._known[key] = _Known(block_id, parent.namespace, before)
+            before = block_id
             self._copies[key] = self._copies.get(key, 0) + 1
             held = self._holders.get((event.tier, block_id), 0)
             self._holders[event.tier, block_id] = held + 1
@@ -134,6 +139,20 @@ class FeedTranslator:
                 gone.append(known.block_id)
         if gone:
             told.append(BlocksRemoved(b"".join(gone), event.tier))
+
+    def _move(self, rank: int, event: ForeignMoved, told: list[WorkerEvent]) -> None:
+        """Stored in the new tier before it leaves the old one, so that it is known at every moment."""
+        known = self._known.get((rank, event.before, event.hash))
+        if known is None:
+            return
+        key = (rank, event.after, event.hash)
+        self._known[key] = known
+        self._copies[key] = self._copies.get(key, 0) + 1
+        held = self._holders.get((event.after, known.block_id), 0)
+        self._holders[event.after, known.block_id] = held + 1
+        if not held:
+            told.append(BlocksStored(known.block_id, known.parent, event.after))
+        self._remove(rank, ForeignRemoved([event.hash], event.before), told)
 
     def _clear(self, rank: int, told: list[WorkerEvent]) -> None:
         gone: dict[Tier, list[bytes]] = {}

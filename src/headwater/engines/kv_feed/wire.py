@@ -65,7 +65,16 @@ class ForeignCleared:
     """Nothing is resident any more."""
 
 
-ForeignEvent = ForeignStored | ForeignRemoved | ForeignCleared
+@dataclass(frozen=True, slots=True)
+class ForeignMoved:
+    """A block that was told of lies in another tier now."""
+
+    hash: ForeignHash
+    before: Tier
+    after: Tier
+
+
+ForeignEvent = ForeignStored | ForeignRemoved | ForeignMoved | ForeignCleared
 
 
 @dataclass(frozen=True, slots=True)
