@@ -143,6 +143,30 @@ def test_a_store_that_goes_and_comes_back_costs_nothing_but_time(run_folder: Pat
     run_leak_checked(check())
 
 
+def test_a_store_that_came_late_or_came_back_empty_gets_what_the_device_has(run_folder: Path) -> None:
+    async def check() -> None:
+        async with workers({"w": native()}, kv_socket=run_folder / "kv.sock") as cluster:
+            worker = cluster["w"]
+            ask = request(1, prompt_of(120, 1), 4)
+            expected = await worker.run(ask)
+            for life in (1, 2):
+                async with store_at(run_folder) as store:
+                    await eventually(lambda: worker.shell._tiers._client.problem == "", "it is found", 30)  # type: ignore[union-attr]
+                    assert store.host.usage().num_blocks == 0
+                    for number in range(3):
+                        stream = 10 * life + number
+                        assert await worker.run(msgspec.structs.replace(ask, stream=stream)) == expected
+                        assert worker.cached[stream] == 112, "the device has it"
+                        await eventually(lambda s=store: s.host.usage().num_blocks >= 7, "it is in the host tier", 30)
+                    assert store.host.usage().num_stored == 7, "it is offered once"
+                    assert await worker.run(request(10 * life + 5, prompt_of(120, life + 1), 2))
+                    await eventually(lambda s=store: s.host.usage().num_blocks == 14, "what is new is stored too", 30)
+                await eventually(lambda: worker.shell._tiers._client.problem != "", "it is missed", 30)  # type: ignore[union-attr]
+            await worker.all_free()
+
+    run_leak_checked(check())
+
+
 def test_what_was_written_to_disk_is_there_after_all_else_ended(run_folder: Path) -> None:
     async def check() -> None:
         async with store_at(run_folder, disk_blocks=400) as store:

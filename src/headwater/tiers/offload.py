@@ -2,6 +2,9 @@
 
 Blocks are gathered for a moment, so that a step costs no more than noting them, then held, copied and let go, some at a
 time. What cannot be copied soon is not copied: it is dropped and counted, and computing never waits.
+
+A store that came late, or came back empty, lacks what the engine has had all along: such blocks are offered when a
+request finds them on the device, once per connection to the store.
 """
 
 import asyncio
@@ -12,7 +15,7 @@ from functools import partial
 from headwater.engines.base import KvPort
 from headwater.kv.block import Family
 from headwater.kv.node.client import StoreClient
-from headwater.kv.node.store import Piece
+from headwater.kv.node.store import Piece, pieces_of
 from headwater.scheduler.outside import BlocksCommitted, Held
 from headwater.types import BLOCK_ID_BYTES
 
@@ -23,6 +26,11 @@ _MAX_GATHERED = 256
 """Blocks; with more, they are copied at once."""
 _MAX_UNDER_WAY = 32
 """Pieces that are held."""
+_AGAIN_BYTES = 32 << 20
+"""Of a chain that the engine has had all along, at once; ..."""
+_MAX_AGAIN = 4
+"""... and so many of these at a time."""
+_MAX_KNOWN = 1 << 16
 _HOLD_S = 3600.0
 """Far longer than any copy: a block must never be given to another while it is being read."""
 
@@ -46,6 +54,10 @@ class Offloader:
         self._timer: asyncio.TimerHandle | None = None
         self._under_way: set[asyncio.Task[None]] = set()
         self._num_held = 0
+        self._known: dict[bytes, None] = {}
+        """Last blocks of parts of chains that the store has, or was offered, since this connection to it began."""
+        self._known_of = 0
+        self._num_again = 0
         self._closed = False
         port.watch(self)
 
@@ -56,6 +68,32 @@ class Offloader:
         """What it has filled is still kept."""
         self._families.pop(stream, None)
         self._tails.pop(stream, None)
+
+    def found(self, chain: Piece) -> None:
+        """A request needs these blocks, and some, from the first on, are on the device: those that the store lacks
+        although it was never offered them are offered now."""
+        if self._client.problem or self._closed:
+            return
+        if self._known_of != self._client.num_connections or len(self._known) > _MAX_KNOWN:
+            self._known.clear()
+            self._known_of = self._client.num_connections
+        resident = self._port.num_resident(chain.ids)
+        new = [
+            part
+            for part in pieces_of(chain.part(0, resident), _AGAIN_BYTES)
+            if part.ids[-BLOCK_ID_BYTES:] not in self._known
+        ]
+        if not new:
+            return
+        in_store = self._client.num_in_host(chain.ids[: resident * BLOCK_ID_BYTES])
+        for part in new:
+            lacking = part.part(max(0, in_store - part.first), part.num_blocks)
+            if lacking.num_blocks and self._num_again >= _MAX_AGAIN:
+                return
+            self._known[part.ids[-BLOCK_ID_BYTES:]] = None
+            if lacking.num_blocks:
+                self._num_again += 1
+                self._hold(lacking, again=True)
 
     async def close(self) -> None:
         """Nothing is read from the engine's memory afterwards."""
@@ -106,33 +144,35 @@ class Offloader:
         for piece in pieces:
             self._hold(piece)
 
-    def _hold(self, piece: Piece) -> None:
+    def _hold(self, piece: Piece, *, again: bool = False) -> None:
         if self._num_held >= _MAX_UNDER_WAY:
             self.num_dropped += piece.num_blocks
+            self._num_again -= again
             return
         self._num_held += 1
-        self._port.hold(piece.ids[-BLOCK_ID_BYTES:], _HOLD_S, partial(self._held, piece))
+        self._port.hold(piece.ids[-BLOCK_ID_BYTES:], _HOLD_S, partial(self._held, piece, again))
 
-    def _held(self, piece: Piece, held: Held) -> None:
+    def _held(self, piece: Piece, again: bool, held: Held) -> None:
         blocks = held.blocks[piece.first : piece.first + piece.num_blocks]
         if self._closed or len(blocks) < piece.num_blocks:
             self.num_dropped += piece.num_blocks
-            self._let_go(held)
+            self._let_go(held, again)
             return
         self._on_stored(piece.family)
-        task = asyncio.create_task(self._offer(piece, blocks, held))
+        task = asyncio.create_task(self._offer(piece, blocks, again, held))
         self._under_way.add(task)
         task.add_done_callback(self._done)
 
-    async def _offer(self, piece: Piece, blocks: tuple[int, ...], held: Held) -> None:
+    async def _offer(self, piece: Piece, blocks: tuple[int, ...], again: bool, held: Held) -> None:
         memory = self._port.blocks
         try:
             self.num_blocks += await self._client.offer(piece, [memory.block(number) for number in blocks])
         finally:
-            self._let_go(held)
+            self._let_go(held, again)
 
-    def _let_go(self, held: Held) -> None:
+    def _let_go(self, held: Held, again: bool) -> None:
         self._num_held -= 1
+        self._num_again -= again
         self._port.drop(held.hold)
 
     def _done(self, task: "asyncio.Task[None]") -> None:

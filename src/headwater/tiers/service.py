@@ -76,6 +76,7 @@ class KvTiers:
             return False
         blocks = self._chains.of(request)
         self._offloader.opened(request.stream, blocks.chain)
+        self._offloader.found(blocks.chain)
         return request.prefill is None and self._onloader.take(request, blocks)
 
     def abort(self, streams: Sequence[int]) -> None:

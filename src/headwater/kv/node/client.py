@@ -86,6 +86,8 @@ class StoreClient:
         self._curiosity = Curiosity()
         self._trial: asyncio.Task[None] | None = None
         self._connected = asyncio.Event()
+        self.num_connections = 0
+        """Since the start: with each the store may be another one."""
         self.num_offers_dropped = 0
         """Blocks that were not even tried because too much was under way."""
         self.num_damaged = 0
@@ -380,6 +382,7 @@ class StoreClient:
             greeted.socket.close()
             raise
         self._connection = connection
+        self.num_connections += 1
         connection.start()
         self.problem = ""
         self._connected.set()
