@@ -46,8 +46,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_parallel_size: Annotated[Positive, _doc("Devices per engine (native: 1).")] = 1
     threads: Annotated[Positive | None, _doc("Compute threads per worker; none: cores divided among workers.")] = None
     attach: Annotated[tuple[str, ...], _doc("URLs of running OpenAI-compatible servers, one per worker.")] = ()
-    attach_as: Annotated[Literal["auto", "vllm", "openai"], _doc("What kind of server that is.")] = "auto"
+    attach_as: Annotated[Literal["auto", "vllm", "sglang", "openai"], _doc("What kind of server that is.")] = "auto"
     attach_api_key: Annotated[tuple[Secret, ...], _doc("Keys for those servers, in their order.")] = ()
+    kv_staging: Annotated[
+        Bytes | None,
+        _doc("vllm: host memory that KV passes through to and from other workers; none: 4 GiB where roles are given."),
+    ] = None
     engine_args: Annotated[tuple[str, ...], _doc("Words for the engine's own command line (vllm), as they are.")] = ()
     weights_cache: Annotated[str | None, _doc("Folder of prepared weights; none: the user's cache folder.")] = None
     mocker_speedup: Annotated[NonNegative, _doc("Mocker: how much faster than modelled; 0 means infinitely.")] = 1.0

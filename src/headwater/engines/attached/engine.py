@@ -7,6 +7,7 @@ and gets nothing until it is back; one that comes back as something else ends th
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from array import array
@@ -14,12 +15,18 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from headwater.config.schema import EngineConfig
-from headwater.engines.attached.dialects.base import Description, Dialect, ServerLoad, TokenDialect
+from headwater.engines.attached.answer import Answer
+from headwater.engines.attached.dialects.base import (
+    Aborts,
+    Description,
+    Dialect,
+    ServerLoad,
+    TokenDialect,
+)
 from headwater.engines.attached.dialects.detect import detect
 from headwater.engines.attached.http import Server, ServerAddress, Unreachable, error_for
 from headwater.engines.attached.pace import Pace
 from headwater.engines.attached.relay import relay_card, relayed_request
-from headwater.engines.attached.sse import EventSplitter
 from headwater.engines.attached.texts import server_texts, vocabulary_size
 from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
 from headwater.engines.card import served_names, text_artifacts
@@ -31,7 +38,7 @@ from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InvalidR
 from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
-from headwater.protocol.request import SequenceOutput
+from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.types import TOKEN_ID_BYTES
 
 _log = logging.getLogger(__name__)
@@ -41,6 +48,8 @@ _PATIENCE_S = 30.0
 """How long a server that is connected to may not answer before it is given up."""
 _RETRY_S = 2.0
 _MAX_ERROR_BYTES = 64 * 1024
+_MAX_ABORTING = 1024
+"""Messages under way; beyond that a closed connection has to do."""
 _DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_MAX_MODEL_LEN = 131_072
 _DEFAULT_BATCHED_TOKENS = 2048
@@ -62,8 +71,11 @@ class AttachedEngine(ExternalEngine):
         self._found: Description | None = None
         self._following: Following | None = None
         self._answers: dict[int, asyncio.Task[None]] = {}
+        self._aborting: set[asyncio.Task[None]] = set()
         self._gathered = Gathered(self._on_outputs)
         self._pace = Pace(config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS)
+        self._max_num_seqs = config.max_num_seqs
+        self._max_num_batched_tokens = config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS
         self._said: ServerLoad | None = None
         self._failing_since: float | None = None
 
@@ -73,6 +85,7 @@ class AttachedEngine(ExternalEngine):
         server = self._server = Server(self._address)
         dialect, found = await self._await_server(server, progress)
         self._dialect, self._found = dialect, found
+        self._take_sizes(found)
         texts = None
         tokens = _token_dialect(dialect)
         if tokens is not None:
@@ -95,10 +108,19 @@ class AttachedEngine(ExternalEngine):
         for task in answers:
             task.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
+        await asyncio.gather(*self._aborting, return_exceptions=True)
         if self._following is not None:
             await self._following.close()
         if self._server is not None:
             await self._server.close()
+
+    def _take_sizes(self, found: Description) -> None:
+        """What the server says of its steps, where the operator has not."""
+        if found.max_num_seqs and self.config.max_num_seqs == EngineConfig().max_num_seqs:
+            self._max_num_seqs = found.max_num_seqs
+        tokens = self.config.max_num_batched_tokens or found.max_num_batched_tokens or 0
+        self._max_num_batched_tokens = tokens if tokens > 0 else _DEFAULT_BATCHED_TOKENS
+        self._pace = Pace(self._max_num_batched_tokens)
 
     async def _await_server(self, server: Server, progress: ProgressSink) -> tuple[Dialect, Description]:
         """Until it is there; what it is, when it is."""
@@ -123,7 +145,7 @@ class AttachedEngine(ExternalEngine):
             _log.warning(
                 "%s sends no KV events: what it has cached will only be guessed from what is sent there%s",
                 self._address.url,
-                " (start vLLM with --kv-events-config to change that)" if info.engine.endswith("vllm") else "",
+                f" ({self._found.events_hint})" if self._found is not None and self._found.events_hint else "",
             )
 
     # ---- work
@@ -148,7 +170,7 @@ class AttachedEngine(ExternalEngine):
         self._answer(request.stream, self._stream_tokens(server, stream, path, body, cached))
 
     def cancel(self, streams: Sequence[int]) -> None:
-        """The connection is closed, which servers take as a wish to stop."""
+        """The connection is closed, which servers take as a wish to stop; `_stream_tokens` tells those that do not."""
         for number in streams:
             task = self._answers.pop(number, None)
             if task is not None:
@@ -157,7 +179,7 @@ class AttachedEngine(ExternalEngine):
     def load(self) -> LoadReport:
         said, totals = self._said, self.totals
         # What is sent counts as running as far as the server's slots go.
-        running = max(min(len(self.open), self.config.max_num_seqs), said.num_running if said is not None else 0)
+        running = max(min(len(self.open), self._max_num_seqs), said.num_running if said is not None else 0)
         waiting = max(len(self.open) - running, said.num_waiting if said is not None else 0, 0)
         usage = said.kv_usage if said is not None else 0.0
         return LoadReport(
@@ -178,21 +200,32 @@ class AttachedEngine(ExternalEngine):
     ) -> None:
         request = stream.request
         assert self._tokens is not None
-        reader, splitter, first, ended = self._tokens.reader(request), EventSplitter(), True, False
-        async with server.stream(path, body, {"x-request-id": f"{request.request_id}-{request.stream}"}) as response:
-            if response.status != 200:
-                raise error_for(response.status, await response.content.read(_MAX_ERROR_BYTES), response.headers)
-            async for piece in response.content.iter_any():
-                for event in splitter.feed(piece):
-                    output = None if ended else reader.read(event)
-                    if output is None:
-                        continue
-                    if first and output.num_cached_tokens is None:
-                        output.num_cached_tokens = cached
-                    first, ended = False, output.finish_reason is not None
-                    self._gathered.take(output)
-        if not ended:
+        answer = Answer(self._tokens.reader(request), cached)
+        try:
+            async with server.stream(
+                path, body, {"x-request-id": f"{request.request_id}-{request.stream}"}
+            ) as response:
+                if response.status != 200:
+                    answer.complete = True
+                    raise error_for(response.status, await response.content.read(_MAX_ERROR_BYTES), response.headers)
+                async for piece in response.content.iter_any():
+                    for output in answer.feed(piece):
+                        self._gathered.take(output)
+                    if answer.goes_on:
+                        break
+        finally:
+            if not answer.complete:
+                self._abort_there(server, request)
+        if not answer.ended:
             raise WorkerLost("the attached server ended its answer without saying why")
+
+    def _abort_there(self, server: Server, request: EngineRequest) -> None:
+        """An answer was left before the server had come to its end."""
+        aborts = _aborts(self._tokens)
+        if aborts is not None and not self.paused and len(self._aborting) < _MAX_ABORTING:
+            task = asyncio.get_running_loop().create_task(_told_to_abort(server, *aborts.abort(request)))
+            self._aborting.add(task)
+            task.add_done_callback(self._aborting.discard)
 
     async def _relay(self, server: Server, stream: OpenStream, path: str, body: bytes) -> None:
         number = stream.request.stream
@@ -322,11 +355,20 @@ class AttachedEngine(ExternalEngine):
             card=card,
             artifacts=contents,
             kv_blocks=kv_blocks,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS,
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=self._max_num_batched_tokens,
             hardware=f"attached-{self._address.url}",
             batch_invariant=False,
         )
+
+
+async def _told_to_abort(server: Server, path: str, body: bytes) -> None:
+    with contextlib.suppress(HeadwaterError):  # it is gone, or has long ended the answer
+        await server.post(path, body)
+
+
+def _aborts(dialect: object) -> Aborts | None:
+    return dialect if isinstance(dialect, Aborts) else None
 
 
 def _token_dialect(dialect: Dialect) -> TokenDialect | None:

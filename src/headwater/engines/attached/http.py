@@ -73,6 +73,9 @@ class Server:
     async def post_json(self, path: str, body: object) -> Any:
         return _decoded(path, await self._ask("POST", path, msgspec.json.encode(body)))
 
+    async def post(self, path: str, body: bytes) -> bytes:
+        return await self._ask("POST", path, body)
+
     async def find(self, path: str) -> Any:
         """A JSON document, or None where the server has none."""
         try:

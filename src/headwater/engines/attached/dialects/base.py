@@ -23,7 +23,11 @@ class Description:
     block_size: int | None = None
     kv_blocks: int = 0
     """0: unknown."""
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     feeds: Sequence[FeedAddress] = ()
+    events_hint: str = ""
+    """Without feeds: how the server is made to have some."""
     files: str | None = None
     """Folder or hub id of the model, as the server was told."""
 
@@ -52,7 +56,7 @@ class AnswerReader(Protocol):
 
 
 class Dialect(Protocol):
-    """One kind of server. Stateless."""
+    """One kind of server, for one server: it may remember what `describe` last found."""
 
     name: str
 
@@ -82,3 +86,12 @@ class TokenDialect(Dialect, Protocol):
         ...
 
     def reader(self, request: EngineRequest) -> AnswerReader: ...
+
+
+@runtime_checkable
+class Aborts(Protocol):
+    """A server that wants to be told when an answer is not wanted any more, beside that its connection is closed."""
+
+    def abort(self, request: EngineRequest) -> tuple[str, bytes]:
+        """Path and body."""
+        ...

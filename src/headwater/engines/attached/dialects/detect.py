@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from headwater.engines.attached.dialects.base import Description, Dialect
 from headwater.engines.attached.dialects.openai import OpenAIDialect
+from headwater.engines.attached.dialects.sglang import SglangDialect
 from headwater.engines.attached.dialects.vllm import VllmDialect
 from headwater.engines.attached.http import Server
 from headwater.errors import EngineFailed, ModelNotFound
@@ -13,7 +14,7 @@ AUTO = "auto"
 
 def dialects() -> Mapping[str, Dialect]:
     """By name, in the order in which they are tried; the last one fits all."""
-    known: tuple[Dialect, ...] = (VllmDialect(), OpenAIDialect())
+    known: tuple[Dialect, ...] = (VllmDialect(), SglangDialect(), OpenAIDialect())
     return {dialect.name: dialect for dialect in known}
 
 

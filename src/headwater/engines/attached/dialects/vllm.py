@@ -46,6 +46,7 @@ class VllmDialect:
             block_size=_whole(cache, "effective_attention_block_size") or _whole(cache, "block_size"),
             kv_blocks=max(0, (_whole(cache, "num_gpu_blocks") or 0) - 1),
             feeds=_feeds(server, await server.find("/kv_event_sources")),
+            events_hint="start vLLM with --kv-events-config to change that",
             files=first.get("root"),
         )
 
