@@ -30,8 +30,6 @@ from headwater.types import Tier
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE_S = 2.0
-"""For a store that starts beside this worker."""
 _DESCRIBE_S = 10.0
 _MAX_DESCRIBED = 1024
 _TIERS: tuple[Tier, ...] = ("host", "disk", "peer", "object")
@@ -56,13 +54,15 @@ class KvTiers:
         self._onloader: Onloader | None = None
         self._offloader: Offloader | None = None
 
-    async def start(self, info: EngineInfo) -> None:
-        """Connect. Without a store, or with an engine that has nothing to give it, everything goes on as without."""
+    async def start(self, info: EngineInfo, patience_s: float = 2.0) -> None:
+        """Connect. Without a store, or with an engine that has nothing to give it, everything goes on as without.
+
+        `patience_s`: for a store that is still starting. What is computed before it is there is not in it."""
         port = self._engine.kv
         if port is None or port.blocks.view is None:
             _log.warning("the KV store is not used: the %s engine gives no access to its KV memory", info.engine)
             return
-        await self._client.start(patience_s=_PATIENCE_S)
+        await self._client.start(patience_s=patience_s)
         if self._client.problem:
             _log.warning("going on without a KV store until there is one: %s", self._client.problem)
         self._chunk_tokens = max(1, info.max_num_batched_tokens)

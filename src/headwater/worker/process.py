@@ -30,6 +30,9 @@ _log = logging.getLogger(__name__)
 EXIT_HURRIED = 128 + signal.SIGTERM
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _DESCRIPTORS = 16384
+_OWN_STORE_S = 30.0
+"""A store of the same graph is on its way for certain, and a disk tier takes a moment to be read."""
+_OTHER_STORE_S = 2.0
 
 MakeEngine = Callable[[EngineConfig, Placement], Engine]
 
@@ -104,6 +107,7 @@ def _shell_config(config: ServeConfig, worker_index: int) -> ShellConfig:
         drain_timeout_s=config.runtime.drain_timeout,
         transfer=transfer_options(config),
         kv_socket=store_socket(config.kv),
+        kv_patience_s=_OWN_STORE_S if config.kv.own_store else _OTHER_STORE_S,
     )
 
 

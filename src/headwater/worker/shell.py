@@ -69,6 +69,8 @@ class ShellConfig:
     """How KV blocks move to and from other workers."""
     kv_socket: Path | None = None
     """Where this node's KV store listens; None: there is none."""
+    kv_patience_s: float = 2.0
+    """How long that store may still be starting when the engine is ready."""
 
 
 class WorkerShell:
@@ -126,7 +128,7 @@ class WorkerShell:
             self._engine, info.card, self._config.worker_id, self._open_link, self._listener.send, self._config.transfer
         )
         if self._tiers is not None:
-            await self._tiers.start(info)
+            await self._tiers.start(info, self._config.kv_patience_s)
         await self._engine.set_role(self._config.role)
         self._refusing = self._failure
         await self._record.ready(info)
