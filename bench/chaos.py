@@ -40,7 +40,7 @@ JSON = dict[str, Any]
 FAULTS = ("kill", "stop", "cut", "drain", "registry", "roll")
 NAMESPACE = f"hwchaos{os.getpid() % 10_000}"
 LINK = f"hwc{os.getpid() % 10_000}"
-NEAR, FAR = "10.213.7.1", "10.213.7.2"
+NEAR, FAR = (f"10.213.{os.getpid() % 250}.{number}" for number in (1, 2))
 ANSWER_TIMEOUT_S = 180.0
 TOPICS = ("rivers", "bridges", "winter", "a small harbour", "old maps", "bread", "clouds", "trains", "bees", "stairs")
 SCHEMA = {
@@ -423,6 +423,9 @@ async def leaked_blocks(cluster: Cluster, count: int) -> int:
 
 
 async def run(args: argparse.Namespace) -> JSON:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     chance = random.Random(args.seed)
     kinds = [kind for kind in args.faults.split(",") if kind != "cut" or can_cut()]
     async with running(args, cut="cut" in kinds) as cluster:
