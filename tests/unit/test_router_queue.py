@@ -420,6 +420,22 @@ def test_who_asks_for_less_than_its_share_passes_the_line_and_pays_for_it() -> N
     assert bench.submit(made_up).waiting, "names that clients make up for themselves do not pass"
 
 
+def test_those_in_line_get_short_steps_while_somebody_is_expected_to_go_ahead() -> None:
+    bench = Bench(1, max_wait_s=1000.0)
+    bench.fill()
+    for _ in range(20):
+        bench.submit(bench.ticket(tenant="flood"))
+    assert bench.serve_one().step_tokens == 0, "nobody else is there"
+    bench.fill()
+    ahead = bench.submit(bench.ticket(tenant="small"))
+    assert (ahead.ahead, ahead.step_tokens) == (True, 0)
+    in_line = bench.serve_one()
+    assert in_line.tenant == "flood"
+    assert CHUNK / 16 <= in_line.step_tokens < CHUNK
+    bench.now += 61.0
+    assert bench.serve_one().step_tokens == 0, "it has not come again for a while"
+
+
 def test_there_is_an_end_to_passing_the_line() -> None:
     """However many tenants say they are new."""
     bench = Bench(1)

@@ -261,6 +261,24 @@ def test_a_prompt_of_half_the_length_borrows_over_several_steps_and_lends_on() -
     drain(run)
 
 
+def test_a_prompt_that_bounds_its_steps_gets_what_those_before_it_leave_of_the_bound() -> None:
+    run = Run(max_num_seqs=6, max_num_batched_tokens=32, num_blocks=100)
+    run.add(request(1, [3] * 60, 1, step_tokens=12), request(2, [4] * 24, 1, step_tokens=12))
+    assert prompt_of(run.step()) == {1: 8, 2: 4}
+    run.add(request(3, [5] * 8, 1, priority=1), request(4, [6] * 30, 1, priority=1))
+    assert prompt_of(run.step()) == {3: 8, 4: 24}, "nothing is left of the bound for the others"
+    assert prompt_of(run.step()) == {4: 6, 1: 4}
+    assert sum(prompt_of(run.step()).values()) == 12
+    drain(run)
+
+
+def test_a_bound_below_a_block_keeps_nobody_from_getting_on() -> None:
+    run = Run()
+    run.add(request(1, [3] * 20, 1, step_tokens=1))
+    assert prompt_of(run.step()) == {1: 4}
+    drain(run)
+
+
 def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
     run = Run(num_blocks=80, max_num_seqs=4, max_num_batched_tokens=16)
     run.add(request(0, [9] * 8, 30))

@@ -40,6 +40,7 @@ class Placer:
         cached_tokens = placed.decision.cached_tokens
         for request in submission.requests:
             request.expected_cached_tokens = cached_tokens
+            request.step_tokens = submission.step_tokens
             if submission.ahead:
                 request.priority += AHEAD_PRIORITY
             cached_tokens = asked.num_prompt_tokens  # computed once, the other sequences find it there

@@ -124,6 +124,9 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     prefill: RemotePrefill | None = None
     """Where the prompt is to be computed, if not here."""
     export: ExportOrder | None = None
+    step_tokens: int = 0
+    """Its prompt is computed only in steps that compute so many prompt tokens at most, so that whoever comes next does
+    not wait long for the step's end; 0: in any."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -6,7 +6,9 @@ changes (`pump`):
 
 * tenants take turns by weighted fair queueing of worker time: the one that has had least goes first; whoever asks for
   less than its share passes the line, and at the worker goes before what others have waiting there (`Ticket.ahead`),
-  as does who has but little in line while others have much: so a flood of one tenant is hardly felt by the rest;
+  as does who has but little in line while others have much: so a flood of one tenant is hardly felt by the rest; as
+  nobody goes before what a step computes already, those in line get smaller steps from then on, for a while
+  (`Ticket.step_tokens`);
 * within a tenant: higher priority first; then by the window of ten seconds in which patience or deadline ends; then
   the lowest price, a request getting cheaper while it waits; every eighth turn, one that has waited for half of its
   time goes first, so that nobody starves;
@@ -39,6 +41,8 @@ RECHECK_S = 0.1
 AHEAD_PRIORITY = 1 << 32
 """Added at the worker for what passed the line: above whatever a client may ask for."""
 _WINDOW_S = 10.0
+_EXPECT_AGAIN_S = 60.0
+"""Who asks for less than its share is expected to do so again for so long."""
 _MOST_EXAMINED = 1024
 """Prices worked out for one placement, about."""
 _LONGEST_RETRY_S = 60.0
@@ -83,6 +87,8 @@ class Ticket:
     """Whether its tenant is one that was given its name, not one that a client made up for itself."""
     ahead: bool = False
     """Its tenant asks for no more than its share: the worker is to take it before what waits there."""
+    step_tokens: int = 0
+    """The worker is to compute it in steps of no more prompt tokens than that; 0: of any size."""
     waiting: bool = False
     expires: float = 0.0
 
@@ -122,6 +128,8 @@ class AdmissionQueue:
         self._refused: list[Refused] = []
         self._interval_s = 0.0
         self._placed_at: float | None = None
+        self._went_ahead = -_EXPECT_AGAIN_S
+        """When somebody last did."""
 
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines.values())
@@ -201,6 +209,7 @@ class AdmissionQueue:
         placed = self._place(ticket, [worker for worker in workers if self._is_nearly_open(worker)], now)
         line.charge_absent(ticket.tenant, self._router.service_ms(ticket.request, placed.worker))
         ticket.ahead = True
+        self._went_ahead = now
         return placed
 
     def _serve(self, line: Line[Ticket], ticket: Ticket, workers: Sequence[WorkerView], now: float) -> Outcome:
@@ -210,6 +219,10 @@ class AdmissionQueue:
             self._remove(ticket)
             return Refused(ticket, error)
         ticket.ahead = ticket.may_pass and line.is_small(ticket.tenant)
+        if ticket.ahead:
+            self._went_ahead = now
+        elif now - self._went_ahead < _EXPECT_AGAIN_S:
+            ticket.step_tokens = self._router.short_step_tokens(placed.worker)
         line.charge(ticket.tenant, self._router.service_ms(ticket.request, placed.worker))
         self._remove(ticket)
         self._note_placed(now)

@@ -15,6 +15,10 @@ from headwater.router.view import ClusterView, WorkerView
 
 _RETRY_AFTER_S = 2.0
 _MAX_RINGS = 256
+_SHORT_STEP = 3.0
+"""Times the constant cost of a step: so long is the rest of a short one, unless ..."""
+_SHORTEST_PART = 16
+"""... that is less than so small a part of a full one."""
 
 
 class Router:
@@ -79,6 +83,12 @@ class Router:
         cached = request.cached_tokens.get(worker.worker_id, 0)
         new_tokens = request.num_prompt_tokens - cached
         return worker.costs.prefill_ms(new_tokens, prefill_pairs(new_tokens, cached))
+
+    def short_step_tokens(self, worker: WorkerView) -> int:
+        """Prompt tokens of a step that is as short as it may be without wasting much on what every step costs."""
+        costs = worker.costs or UNKNOWN
+        worthwhile = _SHORT_STEP * costs.prefill_step_ms / max(costs.prefill_token_ms, 1e-6)
+        return int(min(float(worker.chunk_tokens), max(worker.chunk_tokens / _SHORTEST_PART, worthwhile)))
 
     def service_ms(self, request: RouteRequest, worker: WorkerView) -> float:
         """Worker time that the request takes: its prefill, and what it adds to decode steps."""

@@ -4,6 +4,9 @@ A prompt that cannot finish in this step lends half of its tokens to juniors tha
 most half as much left to compute as it has; such a junior lends on in the same way. What nobody borrows stays with
 the last who lent it. So a short prompt does not wait for a long one to end, a long one is at most half as fast for it,
 and prompts of a length go one after the other. Parts end at block borders.
+
+A sequence may come with a bound on the tokens of the whole step (`EngineRequest.step_tokens`): it gets no more than
+what those before it leave of that.
 """
 
 from headwater.scheduler.entry import Entry
@@ -16,6 +19,7 @@ class PrefillBudget:
     """`offer` and `take` in order of seniority, then `shares`."""
 
     def __init__(self, num_tokens: int, block_size: int) -> None:
+        self._size = num_tokens
         self._left = num_tokens
         """For those who come next."""
         self.num_refused = 0
@@ -26,11 +30,12 @@ class PrefillBudget:
         self._most_remaining: float = float("inf")
         """What a borrower that does not finish may have left to compute."""
 
-    def offer(self, num_remaining: int) -> int:
+    def offer(self, num_remaining: int, step_tokens: int = 0) -> int:
         """Tokens for a sequence that has so many left to compute; 0: none in this step."""
-        if num_remaining <= self._left:
+        left = self._left_of(step_tokens)
+        if num_remaining <= left:
             return num_remaining
-        num_tokens = self._whole_blocks(self._left) if num_remaining <= self._most_remaining else 0
+        num_tokens = self._whole_blocks(left) if num_remaining <= self._most_remaining else 0
         if not num_tokens:
             self.num_refused += 1
         return num_tokens
@@ -48,8 +53,18 @@ class PrefillBudget:
         """What everyone gets."""
         if self._lender is not None:
             entry, num_tokens = self._shares[self._lender]
-            self._shares[self._lender] = (entry, num_tokens + self._whole_blocks(self._left))
+            self._shares[self._lender] = (
+                entry,
+                num_tokens + self._whole_blocks(self._left_of(entry.request.step_tokens)),
+            )
         return self._shares
+
+    def _left_of(self, step_tokens: int) -> int:
+        """For one that bounds the step."""
+        if not step_tokens:
+            return self._left
+        bound = max(step_tokens, self._block_size)
+        return max(0, min(self._left, bound - (self._size - self._left)))
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self._block_size

@@ -273,13 +273,13 @@ class Scheduler:
             self._start(entry, match)
             return True
         num_remaining = entry.num_tokens - len(match.blocks) * self._block_size
-        if budget.offer(num_remaining):
+        if budget.offer(num_remaining, entry.request.step_tokens):
             self._start(entry, match)
             self._take(budget, entry, num_remaining)
         return True
 
     def _take(self, budget: PrefillBudget, entry: Entry, num_remaining: int) -> None:
-        num_tokens = budget.offer(num_remaining)
+        num_tokens = budget.offer(num_remaining, entry.request.step_tokens)
         if num_tokens:
             budget.take(entry, num_tokens, num_remaining)
             entry.planned_in_step = self._meter.steps

@@ -300,6 +300,7 @@ class SimCluster:
     def _submit(self, number: int, ticket: "_Ticket", now: float) -> None:
         worker = self._workers[number]
         before = worker.ends_at
+        ticket.sequence.step_tokens = ticket.step_tokens
         if ticket.ahead:
             ticket.sequence.priority += AHEAD_PRIORITY
         worker.submit(ticket.sequence, ticket.answer_ids, now)
