@@ -111,7 +111,8 @@ def measure(args: argparse.Namespace, weights: Sequence[float], rates: Sequence[
     with tempfile.TemporaryDirectory() as folder:
         path, both = tenants(Path(folder), *weights)
         flags = ["--mocker-speedup", "1", "--mocker-prefill-ms-per-token", str(PREFILL_MS_PER_TOKEN)]
-        flags += ["--workers", str(args.workers), "--max-num-batched-tokens", "512", "--keys", str(path)]
+        flags += ["--workers", str(args.workers), "--keys", str(path)]
+        flags += ["--max-num-batched-tokens", str(args.step_tokens)]
         with serving(None, *flags) as server:
             seeds = range(len(both))
             work = [send(server, t, rate, args.seconds, seed) for t, rate, seed in zip(both, rates, seeds, strict=True)]
@@ -129,6 +130,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=0.5, help="our requests per second")
     parser.add_argument("--neighbour", type=float, default=3.5, help="the neighbour's, usually")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--step-tokens", type=int, default=512, help="of a full step of a worker")
     args = parser.parse_args()
     fine = True
     usual = float("nan")
