@@ -29,6 +29,8 @@ class _Finish(msgspec.Struct):
 class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     cached_tokens: int | None = None
+    num_retractions: int = 0
+    """How often it has lost its place in the cache so far."""
     output_token_logprobs: list[_Logprob] | None = None
     output_top_logprobs: list[list[_Logprob] | None] | None = None
 
@@ -52,6 +54,7 @@ class SglangReader:
     def __init__(self, request: EngineRequest, *, incremental: bool) -> None:
         params = request.sampling
         self.ended = False
+        self.num_retractions = 0
         self._stream = request.stream
         self._incremental = incremental
         self._num_logprobs = params.logprobs
@@ -66,6 +69,7 @@ class SglangReader:
         if chunk.error is not None:
             raise _failure(chunk.error)
         meta = chunk.meta_info or _Meta()
+        self.num_retractions = max(self.num_retractions, meta.num_retractions)
         finish = meta.finish_reason
         if finish is not None and finish.type not in ("stop", "length"):
             raise gave_up(finish.status_code, finish.message or f"SGLang ended this sequence: {finish.type}")

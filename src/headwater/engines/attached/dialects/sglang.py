@@ -5,7 +5,7 @@ with events off, or with pages too small to be told of one by one, is attached a
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -31,6 +31,7 @@ class SglangDialect:
     def __init__(self) -> None:
         self._settings = SglangSettings()
         self._nonce = secrets.token_hex(8)
+        self._retractions = 0
 
     async def describe(self, server: Server) -> Description:
         models = await server.get_json("/v1/models")
@@ -66,7 +67,7 @@ class SglangDialect:
             return None
         used, total = _sum(ranks, "num_used_tokens"), _sum(ranks, "max_total_num_tokens")
         running, waiting = _sum(ranks, "num_running_reqs"), _sum(ranks, "num_waiting_reqs")
-        return ServerLoad(running, waiting, min(1.0, used / total) if total else 0.0)
+        return ServerLoad(running, waiting, min(1.0, used / total) if total else 0.0, self._retractions)
 
     async def tokenize(self, server: Server, model: str, text: str) -> list[int]:
         answer = await server.post_json("/tokenize", {"model": model, "prompt": text})
@@ -78,11 +79,16 @@ class SglangDialect:
         return "/generate", msgspec.json.encode(body)
 
     def reader(self, request: EngineRequest) -> "StreamReader":
-        return StreamReader(SglangReader(request, incremental=self._settings.incremental_streaming_output))
+        answer = SglangReader(request, incremental=self._settings.incremental_streaming_output)
+        return StreamReader(answer, self._on_retractions)
 
     def abort(self, request: EngineRequest) -> tuple[str, bytes]:
         """That a connection is closed SGLang takes note of after seconds."""
         return "/abort_request", msgspec.json.encode({"rid": self._rid(request)})
+
+    def _on_retractions(self, count: int) -> None:
+        """Of our own sequences: SGLang does not say how often it has happened to all."""
+        self._retractions += count
 
     def _rid(self, request: EngineRequest) -> str:
         """SGLang aborts all whose names *begin* with the one that is given: none of ours begins with another one."""
@@ -94,8 +100,9 @@ class StreamReader:
 
     _decode = msgspec.json.Decoder(Chunk).decode
 
-    def __init__(self, answer: SglangReader) -> None:
+    def __init__(self, answer: SglangReader, on_retractions: Callable[[int], None]) -> None:
         self._answer = answer
+        self._on_retractions = on_retractions
 
     def read(self, event: bytes) -> SequenceOutput | None:
         if event == _DONE:
@@ -104,7 +111,11 @@ class StreamReader:
             chunk = self._decode(event)
         except msgspec.MsgspecError as error:
             raise WorkerLost(f"the attached server sent what is no answer: {error}") from error
-        return self._answer.read(chunk)
+        known = self._answer.num_retractions
+        output = self._answer.read(chunk)
+        if self._answer.num_retractions > known:
+            self._on_retractions(self._answer.num_retractions - known)
+        return output
 
 
 async def _settings(server: Server, max_model_len: Any) -> SglangSettings:
