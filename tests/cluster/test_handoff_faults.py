@@ -4,7 +4,7 @@ Between mockers, with real planes and real transfer. What needs processes that d
 """
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,8 +12,10 @@ import pytest
 from handoff_bench import Member, Workers, prompt_of, request, workers
 
 from headwater.config.schema import EngineConfig
+from headwater.engines.core import EngineCore
 from headwater.engines.mocker.engine import MockerEngine
 from headwater.handoff import decode as decode_side
+from headwater.handoff import patience as patience_module
 from headwater.handoff import prefill as prefill_side
 from headwater.handoff.patience import Patience
 from headwater.protocol.frames import SetRole
@@ -65,9 +67,13 @@ def config(tmp_path: Path) -> EngineConfig:
     )
 
 
-def mocker(config: EngineConfig, **options: object) -> MockerEngine:
+def configured(config: EngineConfig, **options: object) -> EngineConfig:
     fields = {name: getattr(config, name) for name in config.__struct_fields__}
-    return MockerEngine(EngineConfig(**(fields | options)))
+    return EngineConfig(**(fields | options))
+
+
+def mocker(config: EngineConfig, **options: object) -> MockerEngine:
+    return MockerEngine(configured(config, **options))
 
 
 @asynccontextmanager
@@ -112,6 +118,81 @@ def test_a_prefill_worker_that_stalls_or_is_slow(config: EngineConfig, monkeypat
 
     run_leak_checked(check(Patience(0.5, 0.4), 2.0, kept=True))
     run_leak_checked(check(Patience(30.0, 0.4), 10.0, kept=False))
+
+
+BURST = [prompt_of(64, salt) for salt in range(32)]
+IN_LINE = {"num_kv_blocks": 400, "max_num_seqs": 40}
+
+
+async def burst(it: Pair, where: RemotePrefill) -> None:
+    """All prompts at once, to a prefill worker of which nobody knew that it has a line."""
+    for stream, prompt in enumerate(BURST):
+        it.decode.send(request(stream, prompt, 2, prefill=where))
+    await eventually(lambda: len(it.decode.reasons) == len(BURST), "all end", 30)
+    assert not it.decode.errors
+
+
+def test_a_line_at_the_prefill_worker_is_not_taken_for_silence(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_side, "patience", lambda *_: Patience(0.6, 0.4, longest_s=30.0))
+
+    async def check() -> None:
+        async with pair(configured(config, **IN_LINE), mocker_prefill_ms_per_token=1.0) as it:
+            await burst(it, it.where)
+            await eventually(lambda: it.decode.counts.done == len(BURST), "all were handed over")
+            assert it.decode.counts.fell_back == 0
+            await it.decode.all_free()
+            await it.prefill.all_free()
+
+    run_leak_checked(check())
+
+
+def test_a_line_is_left_where_computing_here_is_cheaper_by_far(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as that does not only move the line here."""
+    monkeypatch.setattr(decode_side, "patience", lambda *_: Patience(0.6, 0.4, longest_s=30.0))
+    monkeypatch.setattr(patience_module, "_FLOOR_S", 0.3)
+
+    async def check() -> None:
+        async with pair(configured(config, **IN_LINE), mocker_prefill_ms_per_token=1.0) as it:
+            await it.prefill.run(request(99, prompt_of(64, 99), 2))
+            await burst(it, RemotePrefill(it.where.worker_id, it.where.address, here_ms=150.0))
+            await eventually(
+                lambda: it.decode.counts.done + it.decode.counts.fell_back == len(BURST), "all are counted"
+            )
+            assert 1 <= it.decode.counts.fell_back <= len(BURST) // 2
+            await it.decode.all_free()
+
+    run_leak_checked(check())
+
+
+def test_a_prefill_worker_that_hangs_with_a_line_is_given_up(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its event loop lives: only its engine knows that nothing goes on."""
+    monkeypatch.setattr(decode_side, "patience", lambda *_: Patience(5.0, 5.0, longest_s=600.0))
+    monkeypatch.setattr(patience_module, "_STALL_FLOOR_S", 1.2)
+
+    async def check() -> None:
+        async with pair(configured(config, **IN_LINE), mocker_prefill_ms_per_token=10.0) as it:
+            for stream, prompt in enumerate(BURST):
+                it.decode.send(request(stream, prompt, 2, prefill=it.where))
+            await eventually(lambda: it.decode.counts.blocks_moved > 0, "it goes on")
+            with monkeypatch.context() as hanging:
+                hanging.setattr(EngineCore, "plan_step", hung(it.prefill, EngineCore.plan_step))
+                await eventually(lambda: len(it.decode.reasons) == len(BURST), "all end", 60)
+            assert not it.decode.errors
+            assert it.decode.counts.fell_back > len(BURST) // 2
+            await it.decode.all_free()
+
+    run_leak_checked(check())
+
+
+def hung(member: Member, plan_step: Callable[[EngineCore], bool]) -> Callable[[EngineCore], bool]:
+    stuck = member.engine._loop._core  # type: ignore[attr-defined]
+    return lambda core: False if core is stuck else plan_step(core)
 
 
 def test_a_prefill_worker_that_refuses(config: EngineConfig) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headwater.errors import TransferRefused, TransferTimeout
 from headwater.handoff.intake import Action, Arrived, CancelRead, Complete, FallBack, Intake, Read, Release, Stop
 from headwater.handoff.layout import check_layouts
-from headwater.handoff.patience import MAX_HOLD_S, Pace, Patience, Progress, patience
+from headwater.handoff.patience import MAX_HOLD_S, Pace, Patience, Progress, Prospects, patience
 from headwater.handoff.ranks import MAX_RUNS, HeadLayout, cuts, heads_of
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.request import ExportOrder
@@ -118,6 +118,26 @@ def test_patience_grows_with_what_was_expected_and_ends_before_the_blocks_do() -
     absurd = [patience(ms, tokens) for ms in (float("nan"), float("inf"), -1.0, 1e12, 3e6) for tokens in (10, 10**9)]
     for one in (short, long, unknown, *absurd):
         assert 0 < one.stall_s <= one.total_s < one.hold_s <= MAX_HOLD_S
+
+
+def test_time_in_line_does_not_count_but_is_bounded() -> None:
+    asked = patience(1000, 2000)
+    assert asked.in_line(0.5, 1.2).total_s == pytest.approx(0.5 + asked.total_s)
+    assert asked.in_line(5.0, 1.2).stall_s < asked.stall_s
+    assert asked.in_line(5.0, 100.0).stall_s <= asked.in_line(5.0, 100.0).total_s
+    for at_s in (0.0, 30.0, 100.0, 1e6):
+        limit = asked.in_line(at_s, 1.0)
+        assert asked.total_s <= limit.total_s <= asked.longest_s < asked.hold_s == limit.hold_s
+
+
+def test_a_line_is_left_for_a_price_or_a_deadline_and_never_for_what_nobody_knows() -> None:
+    assert Prospects(there_s=20, here_s=2).better_here
+    assert not Prospects(there_s=20, here_s=10).better_here
+    assert not Prospects(there_s=20, here_s=2, as_expected=True).better_here
+    assert Prospects(there_s=20, here_s=2, deadline_s=10, as_expected=True).better_here
+    assert not Prospects(there_s=20, here_s=12, deadline_s=10).better_here
+    assert not Prospects(there_s=20, here_s=0, deadline_s=10).better_here
+    assert not Prospects(there_s=0, here_s=2).better_here
 
 
 def test_a_pace_is_learned_from_what_was_seen() -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 from headwater.errors import HeadwaterError
 from headwater.handoff.peers import PrefillPeers
-from headwater.protocol.frames import BlocksReady, ReleaseBlocks, Submit
+from headwater.protocol.frames import BlocksReady, PrefillWaits, ReleaseBlocks, Submit
 from headwater.protocol.request import RemotePrefill, SequenceOutput
 from headwater.runtime.conformance import eventually, run_leak_checked
 from headwater.runtime.planes import InprocPlanes
@@ -18,6 +18,9 @@ class Owner:
         self.ready: list[int] = []
         self.lost: list[int] = []
         self.left: list[str] = []
+
+    def on_waits(self, waits: PrefillWaits) -> None:
+        raise AssertionError(waits)
 
     def on_ready(self, ready: BlocksReady) -> None:
         self.ready.append(ready.stream)

@@ -20,6 +20,7 @@ blocks; the last one of a prompt may hold a part. Block `b` lies at `b * block_b
               kv.prefilled(stream, first) or kv.loaded(stream, k)     done; with loaded, the engine computes the rest
               loader.on_load_ended(LoadEnded)                         instead: stop writing, then kv.stopped(stream)
     export    kv.read(stream, reader)                                 before a request with `export` is submitted
+              reader.on_waiting(ExportWaits)                          now and then, while it waits in line
               reader.on_exported(BlocksExported)                      per step: these blocks can be read now
               kv.release(stream)                                      read; until then, or for its `hold_s`, they stay
     offload   kv.watch(watcher)
@@ -46,7 +47,15 @@ from headwater.errors import HeadwaterError
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport, WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
-from headwater.scheduler.outside import BlocksCommitted, BlocksExported, FirstToken, Held, LoadEnded, LoadStarted
+from headwater.scheduler.outside import (
+    BlocksCommitted,
+    BlocksExported,
+    ExportWaits,
+    FirstToken,
+    Held,
+    LoadEnded,
+    LoadStarted,
+)
 from headwater.types import Role
 
 
@@ -55,7 +64,7 @@ class Progress:
     """One report during start-up. `done` and `total` are in `unit`; `total` is None when unknown."""
 
     phase: str
-    """`resolve`, `download`, `load`, `convert`, `warm`, `ready`."""
+    """`resolve`, `download`, `load`, `convert`, `warm`, `ready`; `wait` for somebody else, which is no progress."""
     done: float = 0.0
     total: float | None = None
     unit: str = ""
@@ -141,6 +150,8 @@ class KvLoader(Protocol):
 
 class KvReader(Protocol):
     """Reads the blocks of an exported sequence."""
+
+    def on_waiting(self, waits: ExportWaits) -> None: ...
 
     def on_exported(self, exported: BlocksExported) -> None: ...
 

@@ -12,7 +12,15 @@ from headwater.engines.watched import END_S, Bench
 from headwater.kv.identity import chain_block_ids, namespace
 from headwater.protocol.request import EngineRequest, ExportOrder
 from headwater.runtime.conformance import eventually, on_loop
-from headwater.scheduler.outside import BlocksCommitted, BlocksExported, FirstToken, Held, LoadEnded, LoadStarted
+from headwater.scheduler.outside import (
+    BlocksCommitted,
+    BlocksExported,
+    ExportWaits,
+    FirstToken,
+    Held,
+    LoadEnded,
+    LoadStarted,
+)
 
 
 class Outsider:
@@ -21,6 +29,7 @@ class Outsider:
     def __init__(self) -> None:
         self.started: dict[int, LoadStarted] = {}
         self.ended: dict[int, LoadEnded] = {}
+        self.waits: list[ExportWaits] = []
         self.exported: list[BlocksExported] = []
         self.committed: list[BlocksCommitted] = []
         self.held: list[Held] = []
@@ -32,6 +41,9 @@ class Outsider:
     def on_load_ended(self, ended: LoadEnded) -> None:
         assert ended.stream not in self.ended
         self.ended[ended.stream] = ended
+
+    def on_waiting(self, waits: ExportWaits) -> None:
+        self.waits.append(waits)
 
     def on_exported(self, exported: BlocksExported) -> None:
         self.exported.append(exported)
@@ -176,6 +188,19 @@ class KvPortConformance(EngineConformance):
             self.port(bench).submit_loading(late, loader, 10.0)
             await eventually(lambda: bench.recorder.ended(late.stream), "it is refused")
             assert late.stream in loader.ended
+
+    @on_loop
+    async def test_what_waits_in_line_is_told_so_and_then_computed(self) -> None:
+        async with self.bench() as bench:
+            readers = [Outsider() for _ in range(4)]
+            exports = [bench.request(prompt_of(120, number), 1) for number in range(4)]
+            for export, reader in zip(exports, readers, strict=True):
+                self.begin_export(bench, export, reader)
+            await eventually(lambda: bench.recorder.ended(*[export.stream for export in exports]), "all end", END_S)
+            assert not readers[0].waits, "the first one never waited"
+            last = readers[-1].waits[0]
+            assert (last.stream, last.num_ahead, last.tokens_ahead > 300) == (exports[-1].stream, 3, True)
+            assert len(readers[-1].readable) == 8
 
     @on_loop
     async def test_exported_blocks_are_told_by_chunks_and_stay(self) -> None:

@@ -15,6 +15,7 @@ from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.scheduler.outside import (
     BlocksCommitted,
     BlocksExported,
+    ExportWaits,
     FirstToken,
     Held,
     KvNews,
@@ -116,6 +117,9 @@ class CorePort:
                 case BlocksExported():
                     if reader := self._readers.get(one.stream):
                         reader.on_exported(one)
+                case ExportWaits():
+                    if reader := self._readers.get(one.stream):
+                        reader.on_waiting(one)
                 case BlocksCommitted():
                     committed.append(one)
         if committed:

@@ -7,7 +7,7 @@ are booked for their part.
 from collections.abc import Callable, Sequence
 
 from headwater.protocol.request import EngineRequest, RemotePrefill
-from headwater.router.disagg import DisaggSettings, PrefillChoice, PrefillOption, choose_prefill
+from headwater.router.disagg import DisaggSettings, PrefillChoice, choose_prefill
 from headwater.router.request import RouteRequest
 from headwater.router.view import Booking, ClusterView, WorkerView
 
@@ -32,9 +32,8 @@ class Prefills:
         """Say it in the requests; those of an earlier choice are void."""
         where = None
         if choice is not None and choice.remote:
-            option = choice.chosen
-            worker = self._view.worker(option.worker_id)
-            where = None if worker is None else self._where(worker, option)
+            worker = self._view.worker(choice.chosen.worker_id)
+            where = None if worker is None else self._where(worker, choice)
         for request in requests:
             request.prefill = where
 
@@ -47,13 +46,15 @@ class Prefills:
             return None
         return self._view.book(worker, asked.num_prompt_tokens, 1, choice.chosen.cached_tokens, asked.keys, 1.0)
 
-    def _where(self, worker: WorkerView, option: PrefillOption) -> RemotePrefill:
+    def _where(self, worker: WorkerView, choice: PrefillChoice) -> RemotePrefill:
+        option = choice.chosen
         return RemotePrefill(
             worker.worker_id,
             worker.instance.request_address,
             expected_ms=option.own_ms + option.handoff_ms,
             expected_cached_tokens=option.cached_tokens,
             frontend_id=self._view.frontend_id,
+            here_ms=choice.options[0].total_ms,
         )
 
     def _prefillers(self, fingerprint: str, decoder: WorkerView) -> list[WorkerView]:

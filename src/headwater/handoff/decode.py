@@ -9,7 +9,9 @@ that was agreed on is not over, and this process has not been asleep (a prefill 
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
+from math import inf
 
 import msgspec
 
@@ -17,10 +19,10 @@ from headwater.engines.base import KvPort
 from headwater.errors import HeadwaterError, ProtocolError, TransferTimeout, WorkerError
 from headwater.handoff.intake import Action, Arrived, CancelRead, Complete, FallBack, Intake, Read, Release, Stop
 from headwater.handoff.mover import Move, Mover, ReadOrder
-from headwater.handoff.patience import Pace, Patience, Progress, patience
+from headwater.handoff.patience import Pace, Patience, Progress, Prospects, patience
 from headwater.handoff.peers import OpenLink, PrefillPeers
 from headwater.protocol.cluster import ModelCard
-from headwater.protocol.frames import BlocksReady
+from headwater.protocol.frames import BlocksReady, PrefillWaits
 from headwater.protocol.request import EngineRequest, ExportOrder, RemotePrefill, SequenceOutput
 from headwater.scheduler.outside import FirstToken, LoadEnded, LoadStarted
 from headwater.types import TOKEN_ID_BYTES
@@ -42,6 +44,9 @@ class _Handoff:
     num_tokens: int
     """To be computed there."""
     patience: Patience
+    """As the hand-off began."""
+    limit: Patience
+    """As it is now: time in line does not count."""
     first_block: int
     blocks: tuple[int, ...]
     intake: Intake
@@ -70,6 +75,8 @@ class DecodeSide:
         self._paces: dict[str, Pace] = {}
         self._waiting: dict[int, EngineRequest] = {}
         """Not admitted yet."""
+        self._computing_until = 0.0
+        """When what was taken back from lines elsewhere is computed here."""
         self._open: dict[int, _Handoff] = {}
         self._ticker: asyncio.TimerHandle | None = None
         self._ticked = 0.0
@@ -80,8 +87,8 @@ class DecodeSide:
         assert where is not None, "the request names no prefill worker"
         self._waiting[request.stream] = request
         num_tokens = (len(request.prompt) + len(request.resumed_tokens)) // TOKEN_ID_BYTES
-        longest = patience(self._expected_ms(where, num_tokens), num_tokens).total_s
-        self._port.submit_loading(request, self, longest + _ENGINE_SLACK_S)
+        longest_s = patience(self._expected_ms(where, num_tokens), num_tokens).hold_s
+        self._port.submit_loading(request, self, longest_s + _ENGINE_SLACK_S)
 
     async def close(self) -> None:
         """Nothing is read any more afterwards."""
@@ -102,11 +109,13 @@ class DecodeSide:
             self._port.loaded(stream, started.first_block)
             return
         now = self._loop.time()
+        patient = patience(self._expected_ms(request.prefill, num_tokens), num_tokens)
         handoff = self._open[stream] = _Handoff(
             request=request,
             where=request.prefill,
             num_tokens=num_tokens,
-            patience=patience(self._expected_ms(request.prefill, num_tokens), num_tokens),
+            patience=patient,
+            limit=patient,
             first_block=started.first_block,
             blocks=started.blocks,
             intake=Intake(started.first_block, started.first_block + len(started.blocks)),
@@ -127,9 +136,24 @@ class DecodeSide:
 
     # ---- from prefill workers
 
+    def on_waits(self, waits: PrefillWaits) -> None:
+        handoff = self._open[waits.stream]
+        handoff.heard = now = self._loop.time()
+        prospects = self._prospects(handoff, now, waits.expected_ms / 1000)
+        if prospects.better_here:
+            self._computing_until = now + prospects.here_s
+            error = TransferTimeout(
+                f"{waits.num_ahead} are before it in {prospects.there_s:.1f} s of line, and here it takes "
+                f"{prospects.here_s:.1f} s"
+            )
+            self._act(waits.stream, handoff, handoff.intake.failed(error))
+        else:
+            handoff.limit = handoff.patience.in_line(now - handoff.asked, waits.silence_ms / 1000)
+
     def on_ready(self, ready: BlocksReady) -> None:
         handoff = self._open[ready.stream]
         handoff.heard = self._loop.time()
+        handoff.limit = replace(handoff.limit, stall_s=handoff.patience.stall_s)
         handoff.card = ready.card or handoff.card
         handoff.ready.append(ready.blocks)
         handoff.progress.announced(handoff.heard - handoff.asked, ready.num_blocks)
@@ -177,7 +201,7 @@ class DecodeSide:
     def _read(self, stream: int, handoff: _Handoff, first_block: int, num_blocks: int) -> None:
         here = first_block - handoff.first_block
         remote, handoff.ready = handoff.ready, []
-        remaining_s = handoff.asked + handoff.patience.total_s - self._loop.time()
+        remaining_s = handoff.asked + handoff.limit.total_s - self._loop.time()
         order = ReadOrder(handoff.card, remote, handoff.blocks[here : here + num_blocks], max(0.1, remaining_s))
 
         def moved(error: HeadwaterError | None) -> None:
@@ -222,6 +246,13 @@ class DecodeSide:
         pace = self._paces.get(where.worker_id)
         return pace.expected_ms(num_tokens) if pace is not None else 0.0
 
+    def _prospects(self, handoff: _Handoff, now: float, there_s: float) -> Prospects:
+        as_expected = now - handoff.asked + there_s <= handoff.patience.total_s
+        alone_s = handoff.where.here_ms / 1000
+        here_s = max(0.0, self._computing_until - now) + alone_s if alone_s > 0 else 0.0
+        deadline = handoff.request.deadline
+        return Prospects(there_s, here_s, inf if deadline is None else deadline - time.time(), as_expected)
+
     def _order(self, handoff: _Handoff) -> EngineRequest:
         """The request as the prefill worker gets it: up to the first new token."""
         request, card = handoff.request, self._card
@@ -242,6 +273,7 @@ class DecodeSide:
                 dtype=card.dtype,
                 block_size=card.block_size,
                 frontend_id=handoff.where.frontend_id,
+                hears_waits=True,
             ),
         )
 
@@ -265,12 +297,12 @@ class DecodeSide:
 def _overdue(handoff: _Handoff, now: float, asleep: bool) -> HeadwaterError | None:
     if asleep:
         return TransferTimeout("this worker was not running for a while")
-    if now - handoff.asked > handoff.patience.total_s:
-        return TransferTimeout(f"not done within {handoff.patience.total_s:.1f} s")
-    if handoff.progress.hopeless(handoff.patience):
+    if now - handoff.asked > handoff.limit.total_s:
+        return TransferTimeout(f"not done within {handoff.limit.total_s:.1f} s")
+    if handoff.progress.hopeless(handoff.limit):
         return TransferTimeout(f"at its pace it would take {handoff.progress.ends_s():.1f} s")
-    if now - handoff.heard > handoff.patience.stall_s:
-        return TransferTimeout(f"nothing was heard for {handoff.patience.stall_s:.1f} s")
+    if now - handoff.heard > handoff.limit.stall_s:
+        return TransferTimeout(f"nothing was heard for {handoff.limit.stall_s:.1f} s")
     return None
 
 

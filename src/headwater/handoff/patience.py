@@ -2,9 +2,14 @@
 
 A remote prefill that takes twice as long as expected has lost against a local one, most of the time; so the bounds are
 a small multiple of what was expected, and a floor for what a busy machine does to small times.
+
+Time in line is another matter: whoever chose the worker may not have known of the line, but everybody who gave up
+there would only move it here. So while the prefill worker says that it goes on and will come to it, the wait is worth
+it unless computing here is cheaper by far, or the only way to be in time.
 """
 
 from dataclasses import dataclass
+from math import inf
 
 MAX_HOLD_S = 3600.0
 """Longest time that blocks are kept for a reader."""
@@ -16,6 +21,8 @@ _UNKNOWN_S = 15.0
 _UNKNOWN_PER_TOKEN_S = 0.01
 """... and per token of the prompt."""
 _SLACK_S = 5.0
+_LONGEST_FLOOR_S = 60.0
+_LONGEST_FACTOR = 4.0
 _OLD_SHARE = 0.8
 _HOPELESS = 1.5
 _LEAST_SEEN_S = 0.5
@@ -29,20 +36,51 @@ class Patience:
     """To the first token."""
     stall_s: float
     """Without a word about this request."""
+    longest_s: float = 0.0
+    """Bound of `total_s`, should it grow by time in line; less than that: it does not grow."""
 
     @property
     def hold_s(self) -> float:
         """How long the prefill worker keeps blocks: as long as the reader may still read them."""
-        return self.total_s + _SLACK_S
+        return max(self.total_s, self.longest_s) + _SLACK_S
+
+    def in_line(self, at_s: float, silence_s: float) -> "Patience":
+        """From a word that it is in line, so long after the asking: only now the time to compute it begins."""
+        total_s = max(self.total_s, min(at_s + self.total_s, self.longest_s))
+        return Patience(total_s, min(max(_STALL_FLOOR_S, silence_s), total_s), self.longest_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Prospects:
+    """Of a prompt that waits in line elsewhere, in seconds from now on; 0: no idea."""
+
+    there_s: float
+    here_s: float
+    """If it were computed here; a price, so more if that holds others up."""
+    deadline_s: float = inf
+    as_expected: bool = False
+    """It comes no later than whoever chose that worker expected, and that one compared prices."""
+
+    @property
+    def better_here(self) -> bool:
+        if not (self.there_s > 0 and self.here_s > 0):
+            return False
+        if self.there_s > self.deadline_s >= self.here_s:
+            return True
+        return not self.as_expected and self.there_s > _FLOOR_S + _FACTOR * self.here_s
 
 
 def patience(expected_ms: float, num_tokens: int) -> Patience:
     """`expected_ms`: to the first token, waiting included; 0 when nobody knows. `num_tokens`: to be computed there."""
     if not 0 < expected_ms < MAX_HOLD_S * 1000:
         total_s = min(_UNKNOWN_S + num_tokens * _UNKNOWN_PER_TOKEN_S, MAX_HOLD_S - _SLACK_S)
-        return Patience(total_s, total_s)
+        return Patience(total_s, total_s, _longest_s(total_s))
     total_s = min(_FLOOR_S + _FACTOR * expected_ms / 1000, MAX_HOLD_S - _SLACK_S)
-    return Patience(total_s, max(_STALL_FLOOR_S, total_s / 2))
+    return Patience(total_s, max(_STALL_FLOOR_S, total_s / 2), _longest_s(total_s))
+
+
+def _longest_s(total_s: float) -> float:
+    return min(max(_LONGEST_FLOOR_S, _LONGEST_FACTOR * total_s), MAX_HOLD_S - _SLACK_S)
 
 
 class Progress:
@@ -73,7 +111,7 @@ class Progress:
 
 
 class Pace:
-    """What the hand-offs of one prefill worker took so far, for those that come without an expectation."""
+    """What prompts took at one prefill worker so far, where nothing better is known."""
 
     def __init__(self) -> None:
         self._ms_per_token = 0.0

@@ -10,7 +10,15 @@ from collections.abc import Callable
 from typing import Protocol
 
 from headwater.errors import HeadwaterError, ProtocolError, Unavailable
-from headwater.protocol.frames import BlocksReady, FrontendFrame, ReleaseBlocks, StepFrame, Submit, WorkerFrame
+from headwater.protocol.frames import (
+    BlocksReady,
+    FrontendFrame,
+    PrefillWaits,
+    ReleaseBlocks,
+    StepFrame,
+    Submit,
+    WorkerFrame,
+)
 from headwater.protocol.request import EngineRequest, RemotePrefill, SequenceOutput
 from headwater.runtime.requests.base import WorkerLink
 
@@ -23,6 +31,8 @@ OpenLink = Callable[[str], WorkerLink]
 
 class PeerOwner(Protocol):
     """Hears from prefill workers, by stream."""
+
+    def on_waits(self, waits: PrefillWaits) -> None: ...
 
     def on_ready(self, ready: BlocksReady) -> None: ...
 
@@ -79,6 +89,9 @@ class _Peer:
         if isinstance(frame, BlocksReady):
             if frame.stream in self.streams:
                 self._owner.on_ready(frame)
+        elif isinstance(frame, PrefillWaits):
+            if frame.stream in self.streams:
+                self._owner.on_waits(frame)
         elif isinstance(frame, StepFrame):
             for output in frame.outputs:
                 if output.stream in self.streams:

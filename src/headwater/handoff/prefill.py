@@ -1,5 +1,8 @@
 """The prefill worker's side: tells readers of blocks as they are computed, and keeps them until they are released.
 
+What waits in line here is told so now and then, by the engine: silence means that this worker hangs, not that it is
+busy.
+
 A reader that releases its sequences knows that it reads no more. One that is gone may still read for a moment, so its
 blocks stay that much longer. No reader keeps a block beyond the time that came with its request.
 """
@@ -12,16 +15,21 @@ from headwater.engines.base import KvPort
 from headwater.errors import InvalidRequest
 from headwater.handoff.layout import check_layouts
 from headwater.handoff.mover import Mover
-from headwater.handoff.patience import MAX_HOLD_S
+from headwater.handoff.patience import MAX_HOLD_S, Pace
 from headwater.protocol.cluster import ModelCard
-from headwater.protocol.frames import BlocksReady
+from headwater.protocol.events import LoadReport
+from headwater.protocol.frames import BlocksReady, PrefillWaits
 from headwater.protocol.request import EngineRequest
-from headwater.scheduler.outside import BlocksExported
+from headwater.scheduler.exchange import WORD_S
+from headwater.scheduler.outside import BlocksExported, ExportWaits
 
 GONE_S = 6.0
 """More than a live reader takes to notice that it was given up (`headwater.handoff.decode`)."""
 
-SendReady = Callable[[bytes, BlocksReady], None]
+_FADING = 0.9
+_STEPS_BETWEEN_WORDS = 3
+
+SendToReader = Callable[[bytes, BlocksReady | PrefillWaits], None]
 """To a peer of the request plane."""
 
 
@@ -33,18 +41,21 @@ class _Export:
     stream: int
     """As the peer calls it."""
     timer: asyncio.TimerHandle
+    hears_waits: bool
     told: bool = False
 
 
 class PrefillSide:
     """Implements `KvReader`. Streams are those of the engine, unless said otherwise."""
 
-    def __init__(self, port: KvPort, mover: Mover, card: ModelCard, send: SendReady) -> None:
+    def __init__(self, port: KvPort, mover: Mover, card: ModelCard, send: SendToReader) -> None:
         self.blocks_sent = 0
         self._port = port
         self._mover = mover
         self._card = card
         self._send = send
+        self._pace = Pace()
+        self._longest_step_ms = 0.0
         self._exports: dict[int, _Export] = {}
         self._by_peer: dict[bytes, dict[int, int]] = {}
         """Engine streams by the peer's own."""
@@ -64,7 +75,7 @@ class PrefillSide:
         if stream in self._by_peer.get(peer, {}):
             raise InvalidRequest(f"the blocks of stream {stream} are not released yet", param="stream")
         timer = asyncio.get_running_loop().call_later(order.hold_s, self._forget, request.stream)
-        self._exports[request.stream] = _Export(peer, stream, timer)
+        self._exports[request.stream] = _Export(peer, stream, timer, order.hears_waits)
         self._by_peer.setdefault(peer, {})[stream] = request.stream
         self._idle.clear()
         self._port.read(request.stream, self)
@@ -84,6 +95,23 @@ class PrefillSide:
     def close(self) -> None:
         for handle in list(self._exports):
             self._forget(handle)
+
+    def observe(self, report: LoadReport) -> None:
+        """Step times: what a place in line means here."""
+        prefills = [timing for timing in report.timings if timing.num_prefill_tokens]
+        if prefills:
+            num_tokens = sum([timing.num_prefill_tokens for timing in prefills])
+            self._pace.observe(num_tokens, sum([timing.duration_ms for timing in prefills]))
+        steps_ms = [timing.duration_ms for timing in report.timings]
+        self._longest_step_ms = max(_FADING * self._longest_step_ms, *steps_ms, 0.0)
+
+    def on_waiting(self, waits: ExportWaits) -> None:
+        export = self._exports.get(waits.stream)
+        if export is None or not export.hears_waits:
+            return
+        expected_ms = self._pace.expected_ms(waits.tokens_ahead)
+        silence_ms = 2 * WORD_S * 1000 + _STEPS_BETWEEN_WORDS * self._longest_step_ms
+        self._send(export.peer, PrefillWaits(export.stream, waits.num_ahead, expected_ms, silence_ms))
 
     def on_exported(self, exported: BlocksExported) -> None:
         export = self._exports.get(exported.stream)

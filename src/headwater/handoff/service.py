@@ -12,9 +12,9 @@ from headwater.errors import InvalidRequest
 from headwater.handoff.decode import DecodeSide
 from headwater.handoff.mover import make_mover
 from headwater.handoff.peers import OpenLink
-from headwater.handoff.prefill import PrefillSide, SendReady
+from headwater.handoff.prefill import PrefillSide, SendToReader
 from headwater.protocol.cluster import ModelCard
-from headwater.protocol.events import HandoffCounts
+from headwater.protocol.events import HandoffCounts, LoadReport
 from headwater.protocol.request import EngineRequest
 from headwater.transfer.options import AgentOptions
 
@@ -23,7 +23,7 @@ class Handoffs:
     """Lives on the event loop of the engine."""
 
     def __init__(
-        self, engine: Engine, card: ModelCard, name: str, open_link: OpenLink, send: SendReady, options: AgentOptions
+        self, engine: Engine, card: ModelCard, name: str, open_link: OpenLink, send: SendToReader, options: AgentOptions
     ) -> None:
         self._decode: DecodeSide | None = None
         self._prefill: PrefillSide | None = None
@@ -57,6 +57,10 @@ class Handoffs:
         """A peer is not connected any more."""
         if self._prefill is not None:
             self._prefill.gone(peer)
+
+    def observe(self, report: LoadReport) -> None:
+        if self._prefill is not None:
+            self._prefill.observe(report)
 
     def counts(self) -> HandoffCounts | None:
         decode, prefill = self._decode, self._prefill

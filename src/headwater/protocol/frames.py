@@ -98,8 +98,20 @@ class BlocksReady(msgspec.Struct, frozen=True, tag="ready"):
     """Of the transfer agent; with the first blocks of a sequence."""
 
 
+class PrefillWaits(msgspec.Struct, frozen=True, tag="waits"):
+    """An exported sequence is still in line at its worker, which goes on. Only to those that asked for such words."""
+
+    stream: int
+    num_ahead: int
+    """Sequences that prefill or wait before it."""
+    expected_ms: float
+    """Until its first token; 0: no telling."""
+    silence_ms: float
+    """The longest that may pass until the next word of it, or its first blocks."""
+
+
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
     nonce: int
 
 
-WorkerFrame = Welcome | Refused | StepFrame | ArtifactChunk | Pong | BlocksReady
+WorkerFrame = Welcome | Refused | StepFrame | ArtifactChunk | Pong | BlocksReady | PrefillWaits

@@ -69,6 +69,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the prompt, at that worker."""
     frontend_id: str = ""
     """Who chose it, and counts with it."""
+    here_ms: float = 0.0
+    """Price of computing the prompt at the worker that gets the request instead; 0: no idea."""
 
 
 class ExportOrder(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -85,6 +87,8 @@ class ExportOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     block_size: int
     frontend_id: str = ""
     """Who chose the worker."""
+    hears_waits: bool = False
+    """Whether the reader understands `PrefillWaits`."""
 
 
 class EngineRequest(msgspec.Struct, omit_defaults=True):

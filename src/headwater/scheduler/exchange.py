@@ -14,6 +14,7 @@ from headwater.scheduler.outside import (
     BlocksCommitted,
     BlocksExported,
     Export,
+    ExportWaits,
     Held,
     KvNews,
     LoadEnd,
@@ -22,6 +23,9 @@ from headwater.scheduler.outside import (
 )
 from headwater.scheduler.roster import Roster
 from headwater.types import BLOCK_ID_BYTES
+
+WORD_S = 0.5
+"""Between two words to the readers of what waits in line."""
 
 Commit = Callable[[Entry, int], None]
 """Let the blocks of an entry be found that are full now, from a number on."""
@@ -39,6 +43,7 @@ class Exchange:
         self._commit = commit
         self._news: list[KvNews] = []
         self._num_holds = 0
+        self._next_word = 0.0
 
     @property
     def holds(self) -> Holds:
@@ -143,6 +148,20 @@ class Exchange:
         if last > first:
             export.num_announced = last
             self._news.append(BlocksExported(entry.stream, first, tuple(entry.block_table[first:last])))
+
+    def tell_waiting(self, now: float) -> None:
+        """Tell the readers of exported sequences that these are in line, if it is time to."""
+        if now < self._next_word:
+            return
+        self._next_word = now + WORD_S
+        ahead, tokens = len(self._roster.prefilling), 0
+        for entry in self._roster.prefilling:
+            tokens += entry.num_tokens - entry.num_computed_tokens
+        for entry in self._roster.waiting:
+            tokens += entry.num_tokens
+            if entry.export is not None:
+                self._news.append(ExportWaits(entry.stream, ahead, tokens))
+            ahead += 1
 
     def hold(self, block_id: bytes, until: float) -> Held:
         """Keep a block and all before it; none when it is not here (any more)."""

@@ -10,8 +10,9 @@ without being computed. Whoever loads fills the blocks and says how many have ar
 The loader may write until it says `prefilled`, `loaded` or `stopped`, and the blocks that have not arrived are given to
 nobody before that.
 
-Exporting: the blocks of a sequence are announced as they are committed. The reader may read what was announced until it
-releases the stream, or until the time given with the request: whatever happens to the sequence meanwhile.
+Exporting: while a sequence waits in line, its reader is told so now and then. Then its blocks are announced as they are
+committed. The reader may read what was announced until it releases the stream, or until the time given with the
+request: whatever happens to the sequence meanwhile.
 """
 
 from dataclasses import dataclass
@@ -63,7 +64,18 @@ class BlocksExported:
     blocks: tuple[int, ...]
 
 
-KvNews = LoadStarted | LoadEnded | BlocksCommitted | BlocksExported
+@dataclass(frozen=True, slots=True)
+class ExportWaits:
+    """An exported sequence is still in line: this engine goes on, and will come to it."""
+
+    stream: int
+    num_ahead: int
+    """Sequences that prefill or wait before it."""
+    tokens_ahead: int
+    """To be computed until its first token, its own included."""
+
+
+KvNews = LoadStarted | LoadEnded | BlocksCommitted | BlocksExported | ExportWaits
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,8 @@ class Scheduler:
         self._settle(now)
         decodes = list(self._roster.decoding)
         prefills = self._choose_prefills(self._limits.max_num_batched_tokens - len(decodes))
+        if self._roster.waiting:
+            self.exchange.tell_waiting(now)
         if not decodes and not prefills:
             return None
         self._planned = decodes + [entry for entry, _ in prefills]

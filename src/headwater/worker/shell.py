@@ -378,6 +378,8 @@ class WorkerShell:
                 self._load.offer(event)
                 if self._tiers is not None:
                     self._tiers.observe(event)
+                if self._handoffs is not None:
+                    self._handoffs.observe(event)
             else:
                 others.append(event)
         self._publisher.publish(others)

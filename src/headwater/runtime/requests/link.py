@@ -18,6 +18,7 @@ from headwater.protocol.frames import (
     FrontendFrame,
     Hello,
     Ping,
+    PrefillWaits,
     Refused,
     StepFrame,
     Welcome,
@@ -117,7 +118,7 @@ class Link:
         for frame in frames:
             if self._ended:
                 return
-            if isinstance(frame, StepFrame | ArtifactChunk | BlocksReady) and self._welcomed:
+            if isinstance(frame, StepFrame | ArtifactChunk | BlocksReady | PrefillWaits) and self._welcomed:
                 self._on_frame(frame)
             else:
                 self._on_control(frame)
