@@ -25,7 +25,6 @@ from headwater.engines.attached.dialects.base import (
 )
 from headwater.engines.attached.dialects.detect import detect
 from headwater.engines.attached.http import Server, ServerAddress, Unreachable, error_for
-from headwater.engines.attached.pace import Pace
 from headwater.engines.attached.relay import relay_card, relayed_request
 from headwater.engines.attached.texts import server_texts, vocabulary_size
 from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
@@ -33,6 +32,7 @@ from headwater.engines.card import served_names, text_artifacts
 from headwater.engines.external import ExternalEngine, Gathered, OpenStream
 from headwater.engines.kv_feed.following import Following
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
+from headwater.engines.pace import Pace
 from headwater.engines.texts import ModelTexts
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InvalidRequest, Unavailable, WorkerLost
 from headwater.kv.identity import chain_block_ids, namespace, split_block_ids

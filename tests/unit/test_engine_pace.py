@@ -1,6 +1,6 @@
 """Step times judged by when tokens come."""
 
-from headwater.engines.attached.pace import Pace
+from headwater.engines.pace import Pace
 from headwater.engines.external import OpenStream
 from headwater.protocol.events import StepTiming
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
