@@ -92,7 +92,7 @@ def test_a_wrong_bucket_costs_no_request(environment: dict[str, str], s3_server:
             complete(running.url)
         deadline = time.monotonic() + 30
         while "no such bucket" not in tier_of(environment, "object")["problem"]:
-            assert time.monotonic() < deadline, json.dumps(kv(environment, "stat")) + running.err
+            assert time.monotonic() < deadline, (kv(environment, "stat")["tiers"], running.err)
             complete(running.url)
         running.until(lambda: "--kv-object" in running.err)
         assert running.end(signal.SIGTERM) == 0
