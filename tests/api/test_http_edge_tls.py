@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,8 +18,7 @@ from headwater.frontend.http import tls as tls_module
 from headwater.frontend.http.base import Handler
 from headwater.frontend.http.limits import HttpLimits
 from headwater.frontend.http.server import HttpServer
-from headwater.frontend.http.tls import Tls
-from headwater.frontend.process import open_tls
+from headwater.frontend.http.tls import Tls, open_tls
 
 
 @pytest.fixture
@@ -161,13 +161,16 @@ def test_whoever_does_not_finish_the_handshake_is_dropped(authority: Authority) 
 
 def test_files_that_do_not_fit_are_refused(authority: Authority, tmp_path: Path) -> None:
     path = authority.issue("server")
-    for cert, key, client_ca in (
-        (tmp_path / "none", None, None),
-        (authority.path, None, None),
-        (path, authority.path, None),
-        (path, None, tmp_path / "none"),
+    missing, other = tmp_path / "none", authority.issue("other")
+    for cert, key, client_ca, complaint in (
+        (missing, None, None, f"--tls-cert {missing}: No such file"),
+        (authority.path, None, None, "its key, in the same file"),
+        (path, authority.path, None, f"--tls-key {authority.path} cannot be read"),
+        (path, missing, None, f"--tls-key {missing}: No such file"),
+        (path, other, None, f"--tls-key {other} belongs to another certificate"),
+        (path, None, missing, f"--tls-client-ca {missing}: No such file"),
     ):
-        with pytest.raises(ConfigError, match="--tls-"):
+        with pytest.raises(ConfigError, match=re.escape(complaint)):
             Tls(cert, key, client_ca)
     with pytest.raises(ConfigError, match="--tls-cert"):
         open_tls(FrontendConfig(tls_key=str(path)))

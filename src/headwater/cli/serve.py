@@ -30,6 +30,7 @@ from headwater.deploy.ports import base_url, reserved_port
 from headwater.deploy.supervision import Finish
 from headwater.engines.native.host import free_memory_bytes
 from headwater.errors import ConfigError, HeadwaterError
+from headwater.frontend.http.tls import open_tls
 from headwater.frontend.tenants.tenancy import check_public
 from headwater.kv.node.address import SOCKET_NAME
 from headwater.logs import configure_logging
@@ -78,6 +79,7 @@ def check(config: ServeConfig) -> None:
         )
     _check_memory(config)
     check_public(config)
+    open_tls(frontend)
     if is_loopback(frontend.host):
         return
     if not frontend.api_key and frontend.keys is None:

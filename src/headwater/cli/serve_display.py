@@ -6,6 +6,7 @@ parts are prefixed with their names; JSON lines already carry them.
 
 import json
 import logging
+import os
 import shlex
 import time
 from collections import Counter
@@ -36,6 +37,7 @@ _WORDS = {
     "load": "loading",
     "convert": "preparing weights",
     "warm": "warming up",
+    "wait": "waiting",
     READY: "ready",
 }
 
@@ -191,6 +193,10 @@ def curl_command(config: ServeConfig, url: str, model: str) -> str:
     body = {"model": model, "messages": [{"role": "user", "content": "Say hello."}], "stream": True}
     words = ["curl", "-N", f"{url}/v1/chat/completions", "-H", "content-type: application/json"]
     line = " ".join(shlex.quote(word) for word in words)
+    if config.frontend.tls_cert is not None:
+        line += f" --cacert {shlex.quote(os.path.expanduser(config.frontend.tls_cert))}"
+    if config.frontend.tls_client_ca is not None:
+        line += " --cert client.pem --key client.key"
     if config.frontend.api_key or config.frontend.keys:
         line += ' -H "authorization: Bearer $API_KEY"'
     return f"{line} -d {shlex.quote(json.dumps(body))}"

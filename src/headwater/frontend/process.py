@@ -31,7 +31,7 @@ from headwater.frontend.decision_pages import DecisionPages
 from headwater.frontend.dispatcher import ClusterDispatcher
 from headwater.frontend.http.limits import HttpLimits
 from headwater.frontend.http.server import HttpServer
-from headwater.frontend.http.tls import Tls
+from headwater.frontend.http.tls import open_tls
 from headwater.frontend.metrics import FrontendMetrics, MetricsPage
 from headwater.frontend.models import ModelSet
 from headwater.frontend.openai.serving import RelayedModel, ServedModel, build_model, openai_routes
@@ -216,18 +216,6 @@ def open_request_log(config: FrontendConfig, clock: Clock) -> RequestLog | None:
         return None
     path = Path(config.record_requests)
     return RequestLog(path, clock, max_bytes=config.record_requests_size, kept_files=config.record_requests_files)
-
-
-def open_tls(config: FrontendConfig) -> Tls | None:
-    """Raises `ConfigError`."""
-    cert, key, client_ca = (
-        Path(p).expanduser() if p else None for p in (config.tls_cert, config.tls_key, config.tls_client_ca)
-    )
-    if cert is None:
-        if key is not None or client_ca is not None:
-            raise ConfigError("--tls-key and --tls-client-ca want a --tls-cert")
-        return None
-    return Tls(cert, key, client_ca)
 
 
 def http_limits(config: FrontendConfig) -> HttpLimits:

@@ -208,6 +208,13 @@ def test_the_command_is_what_a_shell_takes() -> None:
     assert json.loads(words[-1])["model"] == "it's"
 
 
+def test_the_command_knows_of_certificates() -> None:
+    config = ServeConfig(frontend=FrontendConfig(tls_cert="my certs/server.pem", tls_client_ca="ca.pem"))
+    words = shlex.split(curl_command(config, "https://127.0.0.1:8000", "m"))
+    assert words[words.index("--cacert") + 1] == "my certs/server.pem"
+    assert words[words.index("--cert") + 1] == "client.pem"
+
+
 def test_without_a_registry_answer_there_is_still_a_url() -> None:
     out = io.StringIO()
     print_ready(out, ServeConfig(), "http://x:1", [], 1.0)

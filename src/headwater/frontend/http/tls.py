@@ -11,11 +11,13 @@ import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
+from headwater.config.schema import FrontendConfig
 from headwater.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 5.0
+_EXPECTED = "PEM files: the chain with the server's own certificate first, and its key without a password"
 
 
 class Tls:
@@ -48,18 +50,27 @@ class Tls:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
         context.set_alpn_protocols(["http/1.1"])
+        _check_readable("--tls-cert", self._cert)
+        _check_readable("--tls-key", self._key)
         try:
             context.load_cert_chain(self._cert, self._key, password=_no_password)
         except (OSError, ssl.SSLError, ValueError) as error:
-            raise ConfigError(
-                f"--tls-cert {self._cert} and --tls-key {self._key or self._cert}: {error}",
-                hint="PEM files: the chain with the server's own certificate first, and its key without a password",
-            ) from error
+            raise ConfigError(f"--tls-cert {self._cert}: {self._complaint(error)}", hint=_EXPECTED) from error
         if self._client_ca is not None:
             self._want_certificates(context, self._client_ca)
         return context
 
+    def _complaint(self, error: Exception) -> str:
+        """The library says little: `[SSL] PEM lib` for nearly everything."""
+        key = f"--tls-key {self._key}" if self._key is not None else "its key, in the same file without --tls-key,"
+        if "KEY_VALUES_MISMATCH" in str(error):
+            return f"{key} belongs to another certificate"
+        if isinstance(error, ssl.SSLError):
+            return f"the certificate or {key} cannot be read ({error.reason or error})"
+        return str(error)
+
     def _want_certificates(self, context: ssl.SSLContext, client_ca: Path) -> None:
+        _check_readable("--tls-client-ca", client_ca)
         try:
             context.load_verify_locations(client_ca)
         except (OSError, ssl.SSLError) as error:
@@ -68,6 +79,26 @@ class Tls:
 
     def _identity(self) -> Sequence[tuple[int, int, int] | None]:
         return [_stamp(path) for path in (self._cert, self._key) if path is not None]
+
+
+def open_tls(config: FrontendConfig) -> Tls | None:
+    """Raises `ConfigError`."""
+    cert, key, client_ca = (
+        Path(p).expanduser() if p else None for p in (config.tls_cert, config.tls_key, config.tls_client_ca)
+    )
+    if cert is None:
+        if key is not None or client_ca is not None:
+            raise ConfigError("--tls-key and --tls-client-ca want a --tls-cert")
+        return None
+    return Tls(cert, key, client_ca)
+
+
+def _check_readable(flag: str, path: Path | None) -> None:
+    try:
+        if path is not None:
+            path.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}", hint=_EXPECTED) from error
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
