@@ -111,6 +111,7 @@ async def rig(
     max_streams: int = 100,
     moves: MoveLimits | None = None,
     vigil: VigilLimits | None = None,
+    first_token_s: float = 0.0,
 ) -> AsyncIterator[Rig]:
     registry = MemoryRegistry(MemoryStore())
     view = ClusterView()
@@ -119,7 +120,7 @@ async def rig(
         OpenRequests(),
         FrontendMetrics(),
         RealClock(),
-        DispatchLimits(moves=moves or MoveLimits(), max_streams=max_streams),
+        DispatchLimits(moves=moves or MoveLimits(), max_streams=max_streams, first_token_s=first_token_s),
     )
     made: list[Rig] = []
 

@@ -1,6 +1,7 @@
 """The frontend's side of a cluster: discovery, models, dispatch and loss, over both kinds of planes."""
 
 import asyncio
+import contextlib
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from headwater.errors import (
     Overloaded,
     WorkerLost,
 )
+from headwater.perf.model import StepModel, StepShape
 from headwater.protocol.cluster import CatalogueEntry
 from headwater.protocol.events import FrontendLoad, LoadReport
 from headwater.protocol.frames import ArtifactChunk
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
+from headwater.router.view import time_class
 from headwater.runtime.registry.base import Outage
 
 
@@ -351,6 +354,23 @@ def test_the_number_of_open_sequences_is_bounded(play) -> None:
         rig.submit(n=2)
 
     play(scenario, max_streams=10)
+
+
+def test_a_burst_before_the_first_token_ever_is_bounded_by_what_the_time_model_expects(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        (worker,) = await rig.serving("w1")
+        model = StepModel()
+        model.believe([(StepShape(tokens, tokens * tokens / 2), 100.0) for tokens in (1, 20, 400)], 100.0)
+        rig.view.set_costs(time_class(rig.view.workers[0].instance), model, 512)
+        taken = 0
+        with contextlib.suppress(Overloaded):
+            while taken < 50:
+                rig.submit()
+                taken += 1
+        assert 5 <= taken <= 7, "ten a second, and 0.7 of the second allowed"
+        await until(lambda: len(worker.requests) == taken)
+
+    play(scenario, first_token_s=1.0)
 
 
 def test_closing_ends_open_streams_and_refuses_new_ones(play) -> None:

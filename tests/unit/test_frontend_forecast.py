@@ -23,6 +23,18 @@ def test_nothing_is_refused_while_nothing_is_known() -> None:
     forecast.admit("m", "a", 0.001, 100.0)
 
 
+def test_until_something_is_seen_what_the_time_model_expects_counts() -> None:
+    forecast = Forecast()
+    forecast.came("m", "a", 30, 0.0)
+    assert not forecast.knows("m", 0.0)
+    assert forecast.wait_s("m", "a", 0.0, expected_per_s=10.0) == pytest.approx(3.1)
+    with pytest.raises(Overloaded):
+        forecast.admit("m", "a", 2.0, 0.0, expected_per_s=10.0)
+    seen = busy(2.0, 3)
+    assert seen.knows("m", 10.0)
+    assert seen.wait_s("m", "a", 10.0, expected_per_s=1000.0) == pytest.approx(2.0, rel=0.2), "what was seen is better"
+
+
 @pytest.mark.parametrize("rate", [2.0, 20.0])
 @pytest.mark.parametrize("waiting", [3, 40])
 def test_the_wait_is_what_waits_over_the_rate(rate: float, waiting: int) -> None:

@@ -167,7 +167,9 @@ class ClusterDispatcher:
             submission.deadline = limit if submission.deadline is None else min(limit, submission.deadline)
         if submission.deadline is not None:
             fingerprint, allowed_s = submission.request.fingerprint, submission.deadline - now
-            self._forecast.admit(fingerprint, submission.tenant, allowed_s, now)
+            known = self._forecast.knows(fingerprint, now)
+            expected_per_s = 0.0 if known else self._router.prompts_per_s(submission.request)
+            self._forecast.admit(fingerprint, submission.tenant, allowed_s, now, expected_per_s)
 
     def abort(self, streams: Sequence[int]) -> None:
         by_connection: dict[WorkerConnection, list[int]] = {}

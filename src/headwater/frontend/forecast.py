@@ -1,7 +1,8 @@
 """How long will a new request wait for its first token? What waits, divided by the rate at which waiting ends.
 
 The rate is measured only while something waits, so it is what the cluster can do, not what it is asked to; time at the
-end of which all who waited had left again does not count. By Little's law the quotient is the wait. A tenant waits for
+end of which all who waited had left again does not count. Before enough was seen, whoever asks may know what the time
+model expects of such requests (`expected_per_s`). By Little's law the quotient is the wait. A tenant waits for
 its own requests at its share of the rate, or for everybody's at the whole rate, whichever is sooner. Who would wait
 longer than it may is refused at once and told when to come back, so that what is taken in can be answered in time
 however much is asked. Pure: time comes in.
@@ -58,10 +59,10 @@ class Forecast:
         self._models: dict[str, _Model] = {}
         self._weights = {} if tenant_weights is None else tenant_weights
 
-    def wait_s(self, model: str, tenant: str, now: float) -> float:
+    def wait_s(self, model: str, tenant: str, now: float, expected_per_s: float = 0.0) -> float:
         """Of one more sequence; 0 while nothing is known."""
         found = self._model(model, now)
-        rate = found.rate_per_s
+        rate = found.rate_per_s or expected_per_s
         if not rate:
             return 0.0
         own = found.waiting.get(tenant, 0) + 1
@@ -69,9 +70,13 @@ class Forecast:
         share = self._weight(tenant) / sum(self._weight(name) for name in active)
         return min(found.total + 1, own / share) / rate
 
-    def admit(self, model: str, tenant: str, allowed_s: float, now: float) -> None:
+    def knows(self, model: str, now: float) -> bool:
+        """Whether enough was seen."""
+        return self._model(model, now).rate_per_s > 0
+
+    def admit(self, model: str, tenant: str, allowed_s: float, now: float, expected_per_s: float = 0.0) -> None:
         """Raises `Overloaded` for who would wait longer than that."""
-        wait_s = self.wait_s(model, tenant, now)
+        wait_s = self.wait_s(model, tenant, now, expected_per_s)
         if wait_s > _MARGIN * allowed_s:
             raise Overloaded(
                 f"the first token would take about {wait_s:.1f} s, more than {_MARGIN:.0%} "

@@ -84,6 +84,11 @@ class Router:
         new_tokens = request.num_prompt_tokens - cached
         return worker.costs.prefill_ms(new_tokens, prefill_pairs(new_tokens, cached))
 
+    def prompts_per_s(self, request: RouteRequest) -> float:
+        """How many like this one all workers together could compute, had they nothing else to do; 0 while unknown."""
+        times_ms = [self.prefill_ms(request, worker) for worker in self.view.eligible(request.fingerprint)]
+        return sum(1e3 / time_ms for time_ms in times_ms if time_ms > 0)
+
     def short_step_tokens(self, worker: WorkerView) -> int:
         """Prompt tokens of a step that is as short as it may be without wasting much on what every step costs."""
         costs = worker.costs or UNKNOWN
