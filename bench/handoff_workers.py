@@ -25,7 +25,7 @@ from headwater.runtime.registry.base import Registry
 from headwater.runtime.registry.open import open_registry
 from headwater.runtime.requests.base import WorkerLink
 
-READY_S = 90.0
+READY_S = 240.0
 
 
 @dataclass(eq=False)

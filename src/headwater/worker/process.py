@@ -22,7 +22,7 @@ from headwater.errors import ConfigError
 from headwater.runtime.planes import open_planes
 from headwater.runtime.registry.open import open_registry
 from headwater.tiers.socket import store_socket
-from headwater.worker.roles import role_of, transfer_options
+from headwater.worker.roles import engine_of, role_of, transfer_options
 from headwater.worker.shell import ShellConfig, WorkerShell
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def worker_main(
 ) -> int:
     """`run_worker` as a whole process. Ends the process itself when a thread may still be loading or computing."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        engine = create_engine(config.engine, Placement(worker_index, num_workers))
+        engine = create_engine(engine_of(config, worker_index), Placement(worker_index, num_workers))
         shell = runner.run(_run(config, engine, worker_index, progress))
         code = _exit_code(shell)
         if shell.abandoned:
@@ -60,7 +60,7 @@ async def run_worker(
     make_engine: MakeEngine = create_engine,
 ) -> int:
     """Serve until told to stop; returns the exit code. Raises `ConfigError`, `ModelError`, `EngineFailed`."""
-    engine = make_engine(config.engine, Placement(worker_index, num_workers))
+    engine = make_engine(engine_of(config, worker_index), Placement(worker_index, num_workers))
     return _exit_code(await _run(config, engine, worker_index, progress))
 
 

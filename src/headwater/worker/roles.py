@@ -2,14 +2,21 @@
 
 import logging
 
-from headwater.config.schema import ServeConfig
+import msgspec
+
+from headwater.config.schema import EngineConfig, ServeConfig
 from headwater.errors import ConfigError
 from headwater.runtime.endpoints import is_loopback
+from headwater.transfer.memory import available_bytes
 from headwater.transfer.options import AgentOptions
 from headwater.transfer.sealing import check_available
 from headwater.types import Role
 
 _log = logging.getLogger(__name__)
+
+_KV_STAGING_BYTES = 4 << 30
+_KV_STAGING_PART = 8
+"""The most of what is free."""
 
 
 def num_workers(config: ServeConfig) -> int:
@@ -29,6 +36,17 @@ def role_of(config: ServeConfig, index: int) -> tuple[Role, bool]:
         return "decode", adaptive
     role = config.disaggregation.role
     return ("both" if role == "adaptive" else role), adaptive
+
+
+def engine_of(config: ServeConfig, index: int) -> EngineConfig:
+    """The engine of a worker: vLLM with memory for hand-offs, where its role asks for that."""
+    engine = config.engine
+    if engine.engine != "vllm" or engine.attach or engine.kv_staging is not None:
+        return engine
+    if role_of(config, index) == ("both", False):
+        return engine
+    num_bytes = min(_KV_STAGING_BYTES, available_bytes() // _KV_STAGING_PART)
+    return msgspec.structs.replace(engine, kv_staging=num_bytes)
 
 
 def transfer_options(config: ServeConfig) -> AgentOptions:

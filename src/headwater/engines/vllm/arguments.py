@@ -8,11 +8,12 @@ import argparse
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import psutil
+from vllm.config import KVTransferConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
@@ -118,14 +119,31 @@ def bind_cores(config: EngineConfig, placement: Placement) -> None:
         set_default("OMP_NUM_THREADS", str(config.threads or 1))
 
 
-def memory_share(placement: Placement) -> list[str]:
+def memory_share(placement: Placement, reserved_bytes: int = 0) -> list[str]:
     """On a CPU: the part of the memory that is free now, divided among the instances, as vLLM wants it said.
 
-    vLLM by itself asks for nearly all there is, and does not start where less is free.
+    vLLM by itself asks for nearly all there is, and does not start where less is free. `reserved_bytes`: of each
+    instance, for something else.
     """
     memory = psutil.virtual_memory()
-    share = memory.available / memory.total / placement.count * _MEMORY_MARGIN
+    share = (memory.available / placement.count - reserved_bytes) / memory.total * _MEMORY_MARGIN
     return ["--gpu-memory-utilization", f"{share:.3f}"]
+
+
+def add_connector(engine: AsyncEngineArgs, connector: dict[str, Any]) -> None:
+    """Beside the operator's own, if there is one: what ours has nothing to load for is asked of that."""
+    given = engine.kv_transfer_config
+    if given is None:
+        engine.kv_transfer_config = KVTransferConfig(**connector)
+        return
+    own = {item.name: getattr(given, item.name) for item in fields(given)}
+    both = [connector, {name: value for name, value in own.items() if name != "engine_id"}]
+    engine.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"connectors": both},
+    )
 
 
 def events_config(endpoint: str, replay_endpoint: str) -> KVEventsConfig:

@@ -11,6 +11,7 @@ from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo, ProgressSink
 from headwater.engines.card import served_names, text_artifacts
 from headwater.engines.texts import ModelTexts, model_texts
+from headwater.engines.vllm.staging import Staging
 from headwater.errors import ConfigError, ModelError
 from headwater.protocol.cluster import ModelCard
 from headwater.weights.resolve import resolve
@@ -28,7 +29,9 @@ def resolved(config: EngineConfig, progress: ProgressSink) -> tuple[ModelTexts, 
     return ModelTexts.of(model), str(model.weight_files[0].parent)
 
 
-def engine_info(config: EngineConfig, texts: ModelTexts, llm: AsyncLLM, adapters: list[str]) -> EngineInfo:
+def engine_info(
+    config: EngineConfig, texts: ModelTexts, llm: AsyncLLM, adapters: list[str], staging: Staging | None
+) -> EngineInfo:
     vllm = llm.vllm_config
     model, cache, scheduler = vllm.model_config, vllm.cache_config, vllm.scheduler_config
     dtype = str(model.dtype).removeprefix("torch.")
@@ -41,13 +44,14 @@ def engine_info(config: EngineConfig, texts: ModelTexts, llm: AsyncLLM, adapters
         fingerprint=hashlib.sha256(f"vllm {texts.fingerprint} {dtype} {block_size}".encode()).hexdigest(),
         architecture=model.architecture,
         dtype=dtype,
-        kv_layout=f"vllm.{dtype}.b{block_size}",
+        kv_layout=f"vllm.{dtype}.b{block_size}" if staging is None else staging.layout,
         max_model_len=int(model.max_model_len),
         block_size=block_size,
         vocab_size=int(model.get_vocab_size()),
         bos_token_id=texts.bos_token_id,
         eos_token_ids=list(texts.eos_token_ids),
         artifacts=artifacts,
+        kv_bytes_per_token=0 if staging is None else staging.slot_bytes // block_size,
         adapters=adapters,
         default_sampling={name: float(value) for name, value in model.get_diff_sampling_param().items()},
     )

@@ -10,11 +10,12 @@ Batches are not invariant: a moved sequence goes on with what vLLM makes of prom
 
 import asyncio
 import logging
+import os
 import secrets
 import shutil
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,25 @@ from headwater.engines.external import ExternalEngine, OpenStream
 from headwater.engines.kv_feed.following import Following
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
-from headwater.engines.vllm.arguments import VllmArguments, bind_cores, events_config, memory_share, vllm_arguments
+from headwater.engines.vllm.arguments import (
+    VllmArguments,
+    add_connector,
+    bind_cores,
+    events_config,
+    memory_share,
+    vllm_arguments,
+)
 from headwater.engines.vllm.describe import engine_info, resolved
 from headwater.engines.vllm.outputs import sequence_output
+from headwater.engines.vllm.port import StagingPort
 from headwater.engines.vllm.sampling import vllm_sampling
+from headwater.engines.vllm.staging import Staging
 from headwater.engines.vllm.timing import PrefillProgress
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InternalError, InvalidRequest, ModelError
-from headwater.kv.identity import namespace
+from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
+from headwater.protocol.request import EngineRequest
 from headwater.types import TOKEN_ID_BYTES
 
 _PULSE_S = 5.0
@@ -66,11 +77,15 @@ class VllmEngine(ExternalEngine):
         self._nonce = secrets.token_hex(4)
         self._following: Following | None = None
         self._folder: Path | None = None
+        self._staging: Staging | None = None
+        self._port: StagingPort | None = None
 
     # ---- life
 
     async def open_engine(self, progress: ProgressSink) -> EngineInfo:
         texts, model = await asyncio.to_thread(resolved, self.config, progress)
+        if self.config.kv_staging:
+            self._staging = Staging(self.config.kv_staging)
         arguments = await asyncio.to_thread(self._arguments, model)
         pulse = asyncio.create_task(_pulse(progress))
         try:
@@ -81,9 +96,14 @@ class VllmEngine(ExternalEngine):
         self._tasks_supported = await llm.get_supported_tasks()
         self._adapters = {name: number for number, name in enumerate(arguments.adapters, 1)}
         self._adapter_paths = arguments.adapters
-        info = engine_info(self.config, texts, llm, list(self._adapters))
+        if self._staging is not None:
+            await self._staging.registered()
+        info = engine_info(self.config, texts, llm, list(self._adapters), self._staging)
         card = info.card
+        if self._staging is not None:
+            self.kv = self._port = StagingPort(self._staging, self, card.block_size)
         self._default_namespace = namespace(card.fingerprint, card.kv_layout)
+        self._block_size = card.block_size
         self._kv_blocks = info.kv_blocks
         self._follow_events(llm, card)
         self.spawn(self._send_all())
@@ -97,6 +117,10 @@ class VllmEngine(ExternalEngine):
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, _SHUTDOWN_TIMEOUT_S)
+        if self._port is not None:
+            self._port.close()
+        if self._staging is not None:
+            self._staging.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -104,9 +128,11 @@ class VllmEngine(ExternalEngine):
         extra: list[str] = []
         if current_platform.is_cpu():
             bind_cores(self.config, self._placement)
-            extra = memory_share(self._placement)
+            extra = memory_share(self._placement, self.config.kv_staging or 0)
         arguments = vllm_arguments(self.config, model, extra)
         engine = arguments.engine
+        if self._staging is not None:
+            add_connector(engine, self._staging.connector(os.getpid()))
         if not arguments.events_given and engine.enable_prefix_caching is not False:
             self._folder = Path(tempfile.mkdtemp(prefix="headwater-vllm-"))
             engine.kv_events_config = (
@@ -133,21 +159,44 @@ class VllmEngine(ExternalEngine):
         num_resumed = len(request.resumed_tokens) // TOKEN_ID_BYTES
         if num_resumed >= request.sampling.max_tokens:
             raise InvalidRequest(f"{num_resumed} tokens are there already of {request.sampling.max_tokens}")
-        name = f"{self._nonce}-{request.stream}"
-        self._names[name] = request.stream
-        self._waiting.add(request.stream)
-        if request.sampling.structured is None:
+        if self._port is None:
+            self.hand_over(stream, tokens, None)
+        elif not self._port.begin(stream, tokens):
+            self.hand_over(stream, tokens, self._port.export(stream, len(tokens)))
+
+    def hand_over(self, stream: OpenStream, tokens: "array[int]", params: dict[str, Any] | None) -> None:
+        """`params`: for vLLM's KV connector. Raises `HeadwaterError` to refuse it."""
+        number = stream.request.stream
+        name = f"{self._nonce}-{number}"
+        self._names[name] = number
+        self._waiting.add(number)
+        if stream.request.sampling.structured is None:
             try:
-                self._outbox.put_nowait(self._checked(name, stream, tokens, num_resumed))
+                self._outbox.put_nowait(self._checked(name, stream, tokens, params))
             except HeadwaterError:
-                self._drop(request.stream)
+                self._unsent(number)
                 raise
         else:
-            self.spawn(self._send_structured(name, stream, tokens))
+            self.spawn(self._send_structured(name, stream, tokens, params))
 
     def cancel(self, streams: Sequence[int]) -> None:
-        names = [self._drop(stream) for stream in streams]
+        port = self._port
+        names = [self._drop(stream) for stream in streams if port is None or not port.cancelled(stream)]
         self._outbox.put_nowait(names)
+
+    def num_resident(self, block_ids: bytes) -> int:
+        """How many of these ids of one chain, from its start, vLLM says it has."""
+        count = 0
+        for block_id in split_block_ids(block_ids):
+            if block_id not in self.resident:
+                break
+            count += 1
+        return count
+
+    def block_ids(self, request: EngineRequest) -> bytes:
+        """Of the prompt's full blocks."""
+        key = request.namespace or self._default_namespace
+        return request.block_ids or chain_block_ids(key, request.prompt, self._block_size)
 
     def load(self) -> LoadReport:
         stats, totals = self._stats, self.totals
@@ -167,10 +216,13 @@ class VllmEngine(ExternalEngine):
             generated_tokens=totals.generated_tokens,
         )
 
-    def _checked(self, name: str, stream: OpenStream, tokens: "array[int]", num_resumed: int) -> EngineCoreRequest:
+    def _checked(
+        self, name: str, stream: OpenStream, tokens: "array[int]", params: dict[str, Any] | None
+    ) -> EngineCoreRequest:
         """What vLLM's input processor makes of it. Raises `InvalidRequest` with what vLLM says."""
         request, llm = stream.request, self._llm
         assert llm is not None
+        num_resumed = len(request.resumed_tokens) // TOKEN_ID_BYTES
         salt = salt_of(request.namespace, self._default_namespace)
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": tokens.tolist()}
         if salt is not None:
@@ -179,7 +231,7 @@ class VllmEngine(ExternalEngine):
             return llm.input_processor.process_inputs(
                 name,
                 prompt,
-                vllm_sampling(request.sampling, num_resumed),
+                vllm_sampling(request.sampling, num_resumed, params),
                 self._tasks_supported,
                 arrival_time=request.arrival or None,
                 lora_request=self._adapter(request.adapter),
@@ -191,19 +243,21 @@ class VllmEngine(ExternalEngine):
         except Exception as error:
             raise InternalError(f"vLLM could not make sense of this request: {error!r}") from error
 
-    async def _send_structured(self, name: str, stream: OpenStream, tokens: "array[int]") -> None:
+    async def _send_structured(
+        self, name: str, stream: OpenStream, tokens: "array[int]", params: dict[str, Any] | None
+    ) -> None:
         """A grammar may take long to check, which must not hold up the others."""
         number = stream.request.stream
         try:
-            num_resumed = len(stream.request.resumed_tokens) // TOKEN_ID_BYTES
-            checked = await asyncio.to_thread(self._checked, name, stream, tokens, num_resumed)
+            checked = await asyncio.to_thread(self._checked, name, stream, tokens, params)
         except HeadwaterError as error:
-            if number in self.open:
-                self._drop(number)
-                self.end(number, error)
+            self._unsent(number)
+            self.end(number, error)
             return
         if number in self.open:
             self._outbox.put_nowait(checked)
+        else:
+            self._unsent(number)
 
     def _adapter(self, name: str | None) -> LoRARequest | None:
         if name is None:
@@ -246,7 +300,7 @@ class VllmEngine(ExternalEngine):
         if stats is not None:
             self._stats = stats
             if stats.iteration_details is not None and not stats.iteration_details.is_dummy:
-                self.time_step(self._progress.timing(stats.iteration_details, self.open))
+                self.time_step(self._progress.timing(stats.iteration_details, self._at_vllm()))
         told = []
         for output in step.outputs:
             number = self._names.get(output.request_id)
@@ -264,9 +318,23 @@ class VllmEngine(ExternalEngine):
             if translated.finish_reason is not None:
                 self._drop(number)
             told.append(translated)
+        if self._port is not None:
+            told = self._port.leaving(told)
         self.deliver(told)
 
     # ---- inner life
+
+    def _at_vllm(self) -> Mapping[int, OpenStream]:
+        """Streams that vLLM has."""
+        port = self._port
+        if port is None or not port.loading:
+            return self.open
+        return {number: stream for number, stream in self.open.items() if not port.waits_for_kv(number)}
+
+    def _unsent(self, stream: int) -> None:
+        self._drop(stream)
+        if self._port is not None:
+            self._port.unsent(stream)
 
     def _drop(self, stream: int) -> str:
         name = f"{self._nonce}-{stream}"

@@ -1,5 +1,7 @@
 """Our sampling parameters in vLLM's words. Every field has a place; what vLLM cannot do is refused."""
 
+from typing import Any
+
 import msgspec
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -11,8 +13,12 @@ from headwater.protocol.request import SamplingParams, StructuredSpec
 _MAX_SEED = 2**63 - 1
 
 
-def vllm_sampling(params: SamplingParams, num_resumed: int) -> VllmSamplingParams:
-    """`num_resumed`: tokens generated elsewhere, which vLLM gets as prompt. Raises `InvalidRequest`."""
+def vllm_sampling(
+    params: SamplingParams, num_resumed: int, kv_params: dict[str, Any] | None = None
+) -> VllmSamplingParams:
+    """`num_resumed`: tokens generated elsewhere, which vLLM gets as prompt; `kv_params`: for its KV connector.
+
+    Raises `InvalidRequest`."""
     if params.structured is not None and num_resumed:
         raise InvalidRequest("vLLM cannot go on in the middle of a structured output", param="structured")
     try:
@@ -37,6 +43,7 @@ def vllm_sampling(params: SamplingParams, num_resumed: int) -> VllmSamplingParam
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             skip_clone=True,
+            extra_args={"kv_transfer_params": kv_params} if kv_params is not None else None,
         )
     except (VLLMClientError, ValueError) as error:
         raise InvalidRequest(f"vLLM: {error}") from error

@@ -1,0 +1,133 @@
+"""The half of the hand-off connector that lies in each vLLM worker: copies blocks between vLLM's memory and slots.
+
+Copies are in order with computing: what a step has computed leaves before the next one, what is loaded is there before
+the step that reads it. Loads are cut into pieces, a few a step, so that other sequences go on decoding meanwhile. On a
+device the way out to the slots is waited for on a thread.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from headwater.errors import ConfigError
+from headwater.kv.connectors.vllm_layout import Layout
+from headwater.kv.connectors.vllm_staging import Ended, Exported, News, Registered, StagingAddress, StagingClient
+from headwater.kv.connectors.vllm_worker import BlockCopier
+
+_log = logging.getLogger(__name__)
+
+_PIECES_PER_STEP = 4
+"""Of 64 MiB each."""
+
+
+@dataclass(frozen=True)
+class SlotLoad:
+    """Blocks that are in slots, and where they belong."""
+
+    request_id: str
+    slots: list[int]
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class SlotExport:
+    """Blocks that a step makes ready, and their slots; `num_blocks` of the request are out then."""
+
+    stream: int
+    block_ids: list[int]
+    slots: list[int]
+    num_blocks: int
+
+
+class HandoffWorker:
+    """See the module docstring. Called from the thread that drives the device."""
+
+    def __init__(self, layout: Layout, rank: int, address: StagingAddress) -> None:
+        self._layout = layout
+        self._rank = rank % layout.num_ranks
+        self._client = StagingClient(address)
+        self._slots = _rank_slots(self._client, layout, self._rank)
+        self._teller = ThreadPoolExecutor(1, thread_name_prefix="kv-handoff")
+        self._copier: BlockCopier | None = None
+        self._loads: deque[tuple[SlotLoad, int]] = deque()
+
+    def close(self) -> None:
+        self._teller.shutdown()
+        self._client.close()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        copier = self._copier = BlockCopier(kv_caches, self._layout.num_blocks)
+        if copier.block_bytes != self._layout.block_bytes:
+            told = self._layout.block_bytes
+            raise ConfigError(f"blocks have {copier.block_bytes} bytes in memory and {told} by vLLM's configuration")
+        layout = self._layout
+        self._client.tell(Registered(self._rank, layout.num_ranks, layout.name, layout.block_bytes))
+
+    def start_loads(self, loads: Sequence[SlotLoad]) -> None:
+        self._loads += [(load, 0) for load in loads]
+
+    @torch.inference_mode()
+    def advance(self) -> set[str]:
+        """Put some more in place; the requests all of whose blocks are there now."""
+        ended: set[str] = set()
+        copier = self._blocks()
+        for _ in range(_PIECES_PER_STEP):
+            if not self._loads:
+                break
+            load, start = self._loads.popleft()
+            end = min(start + copier.piece_blocks, len(load.slots))
+            staged = copier.staging(end - start)
+            torch.index_select(self._slots, 0, torch.tensor(load.slots[start:end]), out=staged)
+            copier.scatter(staged, load.block_ids[start:end])
+            if end < len(load.slots):
+                self._loads.appendleft((load, end))
+            else:
+                ended.add(load.request_id)
+        return ended
+
+    @torch.inference_mode()
+    def export(self, exports: Sequence[SlotExport]) -> None:
+        copier = self._blocks()
+        for export in exports:
+            out = export.num_blocks - len(export.slots)
+            for start in range(0, len(export.slots), copier.piece_blocks):
+                slots = export.slots[start : start + copier.piece_blocks]
+                buffer, wait = copier.gather(export.block_ids[start : start + len(slots)])
+                out += len(slots)
+                self._teller.submit(self._put, buffer, wait, slots, Exported(self._rank, export.stream, out))
+
+    def end(self, streams: Sequence[int]) -> None:
+        """Nothing more of these is written; told after all that was."""
+        for stream in streams:
+            self._teller.submit(self._tell, Ended(self._rank, stream))
+
+    def _put(self, buffer: torch.Tensor, wait: Callable[[], None], slots: list[int], news: Exported) -> None:
+        wait()
+        self._slots.index_copy_(0, torch.tensor(slots), buffer)
+        self._tell(news)
+
+    def _tell(self, news: News) -> None:
+        try:
+            self._client.tell(news)
+        except OSError as error:
+            _log.warning("the worker above does not hear of KV blocks: %s", error)
+
+    def _blocks(self) -> BlockCopier:
+        if self._copier is None:
+            raise ConfigError("vLLM has not registered its KV caches")
+        return self._copier
+
+
+def _rank_slots(client: StagingClient, layout: Layout, rank: int) -> torch.Tensor:
+    """This rank's part of every slot."""
+    slot_bytes = layout.block_bytes * layout.num_ranks
+    num_slots = len(client.memory) // slot_bytes
+    if not num_slots:
+        raise ConfigError(f"blocks of {slot_bytes} bytes do not fit {len(client.memory)}", hint="--kv-staging")
+    memory = torch.frombuffer(client.memory, dtype=torch.uint8, count=num_slots * slot_bytes)
+    start = rank * layout.block_bytes
+    return memory.view(num_slots, slot_bytes)[:, start : start + layout.block_bytes]
