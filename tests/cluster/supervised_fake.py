@@ -32,6 +32,10 @@ def behave(kind: str, config: ServeConfig, index: int, reporter: Reporter) -> in
             os._exit(7)
         case "slow":
             time.sleep(600)
+        case "waits":
+            while True:
+                reporter.progress(Progress("wait", detail="there is no server"))
+                time.sleep(0.05)
         case "stuck":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         case "grandchild":

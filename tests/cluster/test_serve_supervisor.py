@@ -207,9 +207,10 @@ def test_it_ends_with_the_reason_when_nothing_is_left(behaviour: str, code: int,
     asyncio.run(scenario())
 
 
-def test_no_progress_in_time_is_exit_3() -> None:
+@pytest.mark.parametrize("behaviour", ["slow", "waits"])
+def test_no_progress_in_time_is_exit_3(behaviour: str) -> None:
     async def scenario() -> None:
-        graph = Running(config("worker-0=slow", ready_timeout=3.0))
+        graph = Running(config(f"worker-0={behaviour}", ready_timeout=3.0))
         finish = await graph.finish()
         assert finish.code == 3
         assert "worker-0" in finish.reason

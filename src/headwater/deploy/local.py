@@ -22,7 +22,7 @@ from headwater.config.schema import ServeConfig
 from headwater.deploy.child import Seat, arguments
 from headwater.deploy.ports import Listeners
 from headwater.deploy.process import Child, describe_exit
-from headwater.deploy.reports import READY, FailureReport, ProgressReport, Report
+from headwater.deploy.reports import READY, WAIT, FailureReport, ProgressReport, Report
 from headwater.deploy.restarts import RestartLimits
 from headwater.deploy.supervision import (
     Action,
@@ -242,7 +242,8 @@ class LocalSupervisor:
             return
         self._observer.on_progress(part, report)
         now = self._clock.now()
-        self._core.progressed(now)
+        if report.phase != WAIT:
+            self._core.progressed(now)
         self._apply(self._core.ready(part, now) if report.phase == READY else [])
 
     def _tick(self) -> None:

@@ -11,6 +11,8 @@ from headwater.errors import HeadwaterError
 
 MAX_REPORT_BYTES = 64 * 1024
 READY = "ready"
+WAIT = "wait"
+"""For something outside; no progress."""
 _MIN_INTERVAL_S = 0.1
 
 
