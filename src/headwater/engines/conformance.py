@@ -50,6 +50,12 @@ class EngineConformance:
     """Whether the engine plans its own steps, out of our sight: its steps are then not accounted for to the token, a
     prefix is shared once it has been computed, and blocks are told of a moment later."""
 
+    keeps_salts = True
+    """Whether requests of other namespaces than the model's own are served."""
+
+    counts_preemptions = True
+    """Whether it says how often it took a sequence's blocks away."""
+
     async def settle(self) -> None:
         """Until what was computed has been told of."""
         if self.plans_itself:
@@ -191,7 +197,8 @@ class EngineConformance:
         async with self.bench(num_kv_blocks=16) as tight:
             got = await tight.run(*[tight.request(prompt, 100) for prompt in prompts])
             await tight.all_free()
-            await eventually(lambda: tight.recorder.loads[-1].preemptions > 0, "preemptions are told of")
+            if self.counts_preemptions:
+                await eventually(lambda: tight.recorder.loads[-1].preemptions > 0, "preemptions are told of")
             if tight.info.batch_invariant:
                 assert got == expected
 
@@ -427,6 +434,12 @@ class EngineConformance:
     async def test_stored_blocks_have_the_ids_of_the_contract(self) -> None:
         async with self.bench() as bench:
             key = namespace("tenant", "layout", salt="s")
+            if not self.keeps_salts:
+                refused = bench.request(prompt_of(40), namespace=key)
+                bench.engine.submit([refused])
+                await eventually(lambda: bench.recorder.ended(refused.stream), "it is refused")
+                assert bench.recorder.error(refused.stream).param == "cache_salt"
+                key = namespace(bench.info.card.fingerprint, bench.info.card.kv_layout)
             request = bench.request(prompt_of(40), 30, namespace=key)
             block_size = bench.info.card.block_size
             request.block_ids = chain_block_ids(key, request.prompt, block_size)

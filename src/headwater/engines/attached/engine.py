@@ -1,6 +1,6 @@
 """`AttachedEngine`: a server that runs already becomes a worker, without being restarted or changed.
 
-Two ways. *Tokens*: the server takes and gives token ids (vLLM) and its tokenizer is at hand; then the frontend's whole
+Two ways. *Tokens*: the server takes and gives token ids and its tokenizer is at hand; then the frontend's whole
 pipeline works as with any engine, and KV events and load are the server's own. *Relay*: any other OpenAI-compatible
 server; requests and answers pass as they are. A server that goes away ends what it was doing with a retryable error
 and gets nothing until it is back; one that comes back as something else ends this worker.
@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import logging
 from array import array
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from headwater.config.schema import EngineConfig
@@ -20,6 +20,7 @@ from headwater.engines.attached.dialects.base import (
     Aborts,
     Description,
     Dialect,
+    Learns,
     ServerLoad,
     TokenDialect,
 )
@@ -30,6 +31,7 @@ from headwater.engines.attached.texts import server_texts, vocabulary_size
 from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
 from headwater.engines.card import served_names, text_artifacts
 from headwater.engines.external import ExternalEngine, Gathered, OpenStream
+from headwater.engines.kv_feed.draining import Draining, ReaderLock
 from headwater.engines.kv_feed.following import Following
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
 from headwater.engines.pace import Pace
@@ -47,6 +49,8 @@ _PROBE_S = 1.0
 _PATIENCE_S = 30.0
 """How long a server that is connected to may not answer before it is given up."""
 _RETRY_S = 2.0
+_DRAIN_TIMEOUT_S = 30.0
+"""Some servers answer only when no event has come for two seconds."""
 _MAX_ERROR_BYTES = 64 * 1024
 _MAX_ABORTING = 1024
 """Messages under way; beyond that a closed connection has to do."""
@@ -69,7 +73,8 @@ class AttachedEngine(ExternalEngine):
         self._dialect: Dialect | None = None
         self._tokens: TokenDialect | None = None
         self._found: Description | None = None
-        self._following: Following | None = None
+        self._following: Following | Draining | None = None
+        self._adapters = _adapters(config.attach_adapters)
         self._answers: dict[int, asyncio.Task[None]] = {}
         self._aborting: set[asyncio.Task[None]] = set()
         self._gathered = Gathered(self._on_outputs)
@@ -86,18 +91,25 @@ class AttachedEngine(ExternalEngine):
         dialect, found = await self._await_server(server, progress)
         self._dialect, self._found = dialect, found
         self._take_sizes(found)
+        if self._adapters and not found.adapters:
+            raise ConfigError(f"--attach-adapters: {self._address.url} ({dialect.name}) takes none by their folder")
         texts = None
         tokens = _token_dialect(dialect)
         if tokens is not None:
             texts = await server_texts(self.config, server, tokens, found, progress)
-            self._tokens = tokens if texts is not None else None
+            if texts is not None:
+                self._tokens = tokens
+                await _learn(tokens, texts)
         info = self._token_info(dialect, found, texts) if texts is not None else self._relay_info(dialect, found)
         self._kv_blocks = info.kv_blocks
         if texts is not None:
             card = info.card
             self._default_namespace = namespace(card.fingerprint, card.kv_layout)
+            self._namespaces = {
+                name: namespace(card.fingerprint, card.kv_layout, adapter=name) for name in card.adapters
+            }
             self._block_size = card.block_size
-            self._follow_events(card, found)
+            self._follow_events(server, card, found)
         self.spawn(self._watch(server, dialect))
         self._tell_mode(info)
         progress(Progress("ready", detail=info.card.name))
@@ -127,16 +139,29 @@ class AttachedEngine(ExternalEngine):
         began = self.clock.now()
         while True:
             try:
-                return await detect(server, self.config.attach_as)
+                return await detect(server, self.config.attach_as, self._adapters)
             except (Unavailable, WorkerLost) as error:
-                progress(Progress("load", round(self.clock.now() - began), None, "s", f"waiting: {error}"))
+                progress(Progress("wait", round(self.clock.now() - began), None, "s", str(error)))
             await asyncio.sleep(_RETRY_S)
 
-    def _follow_events(self, card: ModelCard, found: Description) -> None:
-        if not found.feeds or found.block_size is None:
+    def _follow_events(self, server: Server, card: ModelCard, found: Description) -> None:
+        if found.block_size is None:
             return
         translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
-        self._following = Following(self._address.url, found.feeds, translator, self.tell)
+        if found.feeds:
+            self._following = Following(self._address.url, found.feeds, translator, self.tell)
+        elif found.drained is not None:
+            self._following = self._drain(server, found.drained, translator, found.adapter_numbers)
+
+    def _drain(self, server: Server, path: str, translator: FeedTranslator, adapters: Mapping[int, str]) -> Draining:
+        async def drain() -> list[Any]:
+            documents = await server.post_json(path, {}, timeout_s=_DRAIN_TIMEOUT_S)
+            return documents if isinstance(documents, list) else []
+
+        url = self._address.url
+        draining = Draining(url, translator, self.tell, drain, self._block_size, adapters, ReaderLock(url))
+        self.spawn(draining.run())
+        return draining
 
     def _tell_mode(self, info: EngineInfo) -> None:
         way = "token ids" if self._tokens is not None else "relayed requests"
@@ -164,10 +189,16 @@ class AttachedEngine(ExternalEngine):
         num_resumed = len(request.resumed_tokens) // TOKEN_ID_BYTES
         if num_resumed >= request.sampling.max_tokens:
             raise InvalidRequest(f"{num_resumed} tokens are there already of {request.sampling.max_tokens}")
-        salt = salt_of(request.namespace, self._default_namespace)
+        salt = salt_of(request.namespace, self._own_namespace(request.adapter))
         path, body = self._tokens.request(found.model, request, tokens, salt)
+        if isinstance(self._following, Draining):
+            self._following.wake()
         cached = self._expected_cached(stream) if self._following is not None else None
         self._answer(request.stream, self._stream_tokens(server, stream, path, body, cached))
+
+    def _own_namespace(self, adapter: str | None) -> bytes:
+        """That the server keeps by itself."""
+        return self._default_namespace if adapter is None else self._namespaces[adapter]
 
     def cancel(self, streams: Sequence[int]) -> None:
         """The connection is closed, which servers take as a wish to stop; `_stream_tokens` tells those that do not."""
@@ -369,6 +400,22 @@ async def _told_to_abort(server: Server, path: str, body: bytes) -> None:
 
 def _aborts(dialect: object) -> Aborts | None:
     return dialect if isinstance(dialect, Aborts) else None
+
+
+async def _learn(dialect: object, texts: ModelTexts) -> None:
+    if isinstance(dialect, Learns):
+        await dialect.learn(texts)
+
+
+def _adapters(words: Sequence[str]) -> dict[str, str]:
+    """Folders by name."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, folder = word.partition("=")
+        if not (name and equals and folder) or name in found:
+            raise ConfigError(f"--attach-adapters {word}: expected NAME=FOLDER, each name once")
+        found[name] = folder
+    return found
 
 
 def _token_dialect(dialect: Dialect) -> TokenDialect | None:

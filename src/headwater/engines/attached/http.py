@@ -70,8 +70,8 @@ class Server:
     async def get_json(self, path: str) -> Any:
         return _decoded(path, await self.get(path))
 
-    async def post_json(self, path: str, body: object) -> Any:
-        return _decoded(path, await self._ask("POST", path, msgspec.json.encode(body)))
+    async def post_json(self, path: str, body: object, timeout_s: float = _ASK_TIMEOUT_S) -> Any:
+        return _decoded(path, await self._ask("POST", path, msgspec.json.encode(body), timeout_s))
 
     async def post(self, path: str, body: bytes) -> bytes:
         return await self._ask("POST", path, body)
@@ -94,9 +94,9 @@ class Server:
             async with self._session.post(f"{self.address.url}{path}", data=body, headers=sent) as response:
                 yield response
 
-    async def _ask(self, method: str, path: str, body: bytes | None) -> bytes:
+    async def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float = _ASK_TIMEOUT_S) -> bytes:
         headers = {} if body is None else {"content-type": "application/json"}
-        timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         with _translated(self.address.url):
             async with self._session.request(
                 method, f"{self.address.url}{path}", data=body, headers=headers, timeout=timeout

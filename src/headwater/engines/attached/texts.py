@@ -54,7 +54,10 @@ async def _check(texts: ModelTexts, server: Server, dialect: TokenDialect, model
     for probe in _PROBES:
         theirs = await dialect.tokenize(server, model, probe)
         ours = tokenizer.encode(probe, add_special_tokens=True).ids
-        if ours != theirs:
+        if isinstance(theirs, int):
+            if len(ours) != theirs:
+                raise ModelError(f"it makes {len(ours)} tokens of {probe[:20]!r}, the server {theirs}")
+        elif ours != theirs:
             raise ModelError(f"it makes {ours[:8]}... of {probe[:20]!r}, the server {theirs[:8]}...")
 
 

@@ -1,11 +1,12 @@
 """What differs between kinds of servers: how they are asked what they serve, how busy they are, and for tokens."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from headwater.engines.attached.http import Server
 from headwater.engines.kv_feed.subscription import FeedAddress
+from headwater.engines.texts import ModelTexts
 from headwater.protocol.request import EngineRequest, SequenceOutput
 
 
@@ -26,6 +27,10 @@ class Description:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     feeds: Sequence[FeedAddress] = ()
+    drained: str | None = None
+    """The path from which KV events are taken out, where they are not published."""
+    adapter_numbers: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Names of adapters by the numbers that such events give them."""
     events_hint: str = ""
     """Without feeds: how the server is made to have some."""
     files: str | None = None
@@ -77,8 +82,8 @@ class Dialect(Protocol):
 class TokenDialect(Dialect, Protocol):
     """A server that takes and gives token ids."""
 
-    async def tokenize(self, server: Server, model: str, text: str) -> list[int]:
-        """As the server does, special tokens added as in a completion."""
+    async def tokenize(self, server: Server, model: str, text: str) -> list[int] | int:
+        """As the server does, special tokens added as in a completion; only how many, where it says no more."""
         ...
 
     def request(self, model: str, request: EngineRequest, tokens: Sequence[int], salt: str | None) -> tuple[str, bytes]:
@@ -86,6 +91,13 @@ class TokenDialect(Dialect, Protocol):
         ...
 
     def reader(self, request: EngineRequest) -> AnswerReader: ...
+
+
+@runtime_checkable
+class Learns(Protocol):
+    """A server of whose answers some can be read only by who knows the model's tokens."""
+
+    async def learn(self, texts: ModelTexts) -> None: ...
 
 
 @runtime_checkable

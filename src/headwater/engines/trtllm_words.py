@@ -1,0 +1,60 @@
+"""What both ways to TensorRT-LLM, its server and its LLM API, say in the same way."""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from headwater.errors import InvalidRequest
+from headwater.protocol.request import EngineRequest, StructuredSpec
+from headwater.types import TOKEN_ID_BYTES
+
+DEFAULT_BLOCK_SIZE = 32
+"""`tokens_per_block` where nobody said otherwise."""
+DEFAULT_PRIORITY = 0.5
+_MAX_SEED = 2**63 - 1
+_META = re.compile(r"[.^$*+?{}\[\]\\|()/]")
+
+
+def priority_of(priority: int) -> float:
+    """Ours has no bounds and grows with urgency; theirs lies between 0 and 1 and does so too."""
+    return DEFAULT_PRIORITY * (1 + priority / (1 + abs(priority)))
+
+
+def adapter_number(folder: str) -> int:
+    """By which TensorRT-LLM knows an adapter: the same from every client, and none that others would count up to."""
+    return int.from_bytes(hashlib.sha256(folder.encode()).digest()[:4], "big") >> 1 | 1 << 30
+
+
+def num_resumed(request: EngineRequest) -> int:
+    """Tokens generated elsewhere, which TensorRT-LLM gets as prompt. Raises `InvalidRequest`."""
+    count = len(request.resumed_tokens) // TOKEN_ID_BYTES
+    if count >= request.sampling.max_tokens:
+        raise InvalidRequest(f"{count} tokens are there already of {request.sampling.max_tokens}")
+    if count and request.sampling.structured is not None:
+        raise InvalidRequest("TensorRT-LLM cannot go on in the middle of a structured output", param="structured")
+    return count
+
+
+def seed_of(request: EngineRequest, resumed: int) -> int | None:
+    """None where the client gave none, or nothing is drawn."""
+    params = request.sampling
+    return None if params.seed_drawn or params.temperature == 0 else (params.seed + resumed) & _MAX_SEED
+
+
+def schema_of(spec: StructuredSpec) -> Mapping[str, object]:
+    """The JSON schema. Raises `InvalidRequest` for what is no object."""
+    try:
+        schema = msgspec.json.decode(spec.spec)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the schema is not JSON: {error}", param="structured") from error
+    if not isinstance(schema, dict):
+        raise InvalidRequest("TensorRT-LLM takes only schemas that are objects", param="structured")
+    return schema
+
+
+def choice_regex(spec: StructuredSpec) -> str:
+    """One of some texts, for an engine that knows no choices."""
+    choices: Sequence[str] = msgspec.json.decode(spec.spec, type=list[str])
+    return "(" + "|".join(_META.sub(r"\\\g<0>", choice) for choice in choices) + ")"
