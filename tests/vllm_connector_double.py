@@ -41,6 +41,15 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  as published
     def clear_connector_metadata(self) -> None:
         self._connector_metadata = None
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+    def build_connector_worker_meta(self) -> Any:
+        return None
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        return
+
     @abstractmethod
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
 
