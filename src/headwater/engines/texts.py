@@ -7,7 +7,7 @@ from typing import Self
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import ProgressSink
-from headwater.errors import ModelError
+from headwater.errors import ConfigError, ModelError
 from headwater.weights import documents
 from headwater.weights.base import ResolvedModel
 from headwater.weights.resolve import resolve
@@ -47,6 +47,20 @@ def model_texts(config: EngineConfig, progress: ProgressSink) -> ModelTexts:
         return _beside_tokenizer(config, Path(config.tokenizer).expanduser())
     model = resolve(config.model, revision=config.revision, chat_template=config.chat_template, progress=progress)
     return ModelTexts.of(model)
+
+
+def texts_and_weights(config: EngineConfig, engine: str, progress: ProgressSink) -> tuple[ModelTexts, str]:
+    """The texts that frontends need, and the folder or name of what a stock engine is to load.
+
+    Raises `ConfigError`, `ModelError`."""
+    if config.model is None:
+        raise ConfigError(f"--engine {engine} needs a MODEL", hint="a folder with safetensors or a hub id")
+    if config.tokenizer is not None:
+        return model_texts(config, progress), config.model
+    model = resolve(config.model, revision=config.revision, chat_template=config.chat_template, progress=progress)
+    if model.kind != "safetensors":
+        raise ModelError(f"{model.origin} is a GGUF file, served by --engine native; {engine} wants safetensors")
+    return ModelTexts.of(model), str(model.weight_files[0].parent)
 
 
 def _beside_tokenizer(config: EngineConfig, path: Path) -> ModelTexts:

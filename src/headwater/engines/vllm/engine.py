@@ -33,6 +33,7 @@ from headwater.engines.external import ExternalEngine, OpenStream
 from headwater.engines.kv_feed.following import Following
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
+from headwater.engines.steps import PrefillProgress
 from headwater.engines.vllm.arguments import (
     VllmArguments,
     add_connector,
@@ -46,7 +47,6 @@ from headwater.engines.vllm.outputs import sequence_output
 from headwater.engines.vllm.port import StagingPort
 from headwater.engines.vllm.sampling import vllm_sampling
 from headwater.engines.vllm.staging import Staging
-from headwater.engines.vllm.timing import PrefillProgress
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InternalError, InvalidRequest, ModelError
 from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.protocol.cluster import ModelCard
@@ -299,8 +299,10 @@ class VllmEngine(ExternalEngine):
         stats = step.scheduler_stats
         if stats is not None:
             self._stats = stats
-            if stats.iteration_details is not None and not stats.iteration_details.is_dummy:
-                self.time_step(self._progress.timing(stats.iteration_details, self._at_vllm()))
+            done = stats.iteration_details
+            if done is not None and not done.is_dummy:
+                counts = int(done.num_ctx_tokens), int(done.num_generation_requests)
+                self.time_step(self._progress.timing(*counts, float(done.elapsed_ms), self._at_vllm()))
         told = []
         for output in step.outputs:
             number = self._names.get(output.request_id)

@@ -1,21 +1,22 @@
-"""What a step of vLLM computed, as far as it says: numbers of tokens exactly, contexts by our own count."""
+"""What a step of a foreign engine computed, as far as it says: numbers of tokens exactly, contexts by our own count."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from headwater.engines.external import OpenStream
 from headwater.protocol.events import StepTiming
 
 
 class PrefillProgress:
-    """How far the prompts have come that have no token yet; vLLM serves them in the order of arrival."""
+    """How far the prompts have come that have no token yet, which are served in the order of arrival."""
 
     def __init__(self) -> None:
         self._done: dict[int, int] = {}
 
-    def timing(self, details: Any, streams: Mapping[int, OpenStream]) -> StepTiming:
-        """`details`: vLLM's account of one iteration; `streams`: as they were before it."""
-        left = int(details.num_ctx_tokens)
+    def timing(
+        self, num_prefill_tokens: int, num_decode: int, duration_ms: float, streams: Mapping[int, OpenStream]
+    ) -> StepTiming:
+        """`streams`: as they were before the step."""
+        left = num_prefill_tokens
         pairs = decode_context = 0
         for number, stream in streams.items():
             if stream.num_generated:
@@ -26,12 +27,6 @@ class PrefillProgress:
                 pairs += part * start + part * (part + 1) // 2
                 self._done[number] = start + part
                 left -= part
-        if not details.num_ctx_tokens:
+        if not num_prefill_tokens:
             self._done.clear()
-        return StepTiming(
-            int(details.num_ctx_tokens),
-            pairs,
-            int(details.num_generation_requests),
-            decode_context,
-            float(details.elapsed_ms),
-        )
+        return StepTiming(num_prefill_tokens, pairs, num_decode, decode_context, duration_ms)
