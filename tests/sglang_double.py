@@ -104,17 +104,17 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Publisher:
-    """SGLang's: PUB and a ROUTER for replays, at ports of its own; a replayed batch comes without its topic."""
+    """SGLang's: PUB and a ROUTER for replays, where it is told or at any port; replayed batches come without topic."""
 
-    def __init__(self, topic: str = "kv") -> None:
+    def __init__(self, topic: str = "kv", *, endpoint: str | None = None, replay_endpoint: str | None = None) -> None:
         self._context = zmq.Context()
         self.topic = topic
         self._number = 0
         self._kept: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
         self._running = True
-        self._pub, self.port = self._bound(zmq.PUB)
-        self._router, self.replay_port = self._bound(zmq.ROUTER)
+        self._pub, self.port = self._bound(zmq.PUB, endpoint)
+        self._router, self.replay_port = self._bound(zmq.ROUTER, replay_endpoint)
         self._thread = threading.Thread(target=self._replay)
         self._thread.start()
 
@@ -143,9 +143,12 @@ class Publisher:
             self._kept.append((number, payload))
         return [number.to_bytes(8, "big"), payload]
 
-    def _bound(self, kind: int) -> tuple[zmq.Socket[bytes], int]:
+    def _bound(self, kind: int, endpoint: str | None) -> tuple[zmq.Socket[bytes], int]:
         socket = self._context.socket(kind)
         socket.linger = 0
+        if endpoint is not None:
+            socket.bind(endpoint)
+            return socket, 0
         return socket, socket.bind_to_random_port("tcp://127.0.0.1")
 
     def _replay(self) -> None:

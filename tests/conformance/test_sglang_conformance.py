@@ -1,4 +1,6 @@
-"""The engine suite on SGLang, attached by its URL: our double of its server, whose chunks are whole or incremental."""
+"""The engine suite on SGLang: a server attached by its URL, whose chunks are whole or incremental, and in the worker.
+
+SGLang does not run here; it is doubles of its server and of its `Engine` that are spoken to."""
 
 import json
 from pathlib import Path
@@ -10,7 +12,9 @@ from headwater.config.schema import EngineConfig
 from headwater.engines.attached.engine import AttachedEngine
 from headwater.engines.base import Engine, EngineInfo, EngineListener, ProgressSink
 from headwater.engines.conformance import VOCABULARY, EngineConformance
+from headwater.engines.registry import create_engine
 from sglang_double import SglangDouble
+from sglang_engine_double import installed
 
 
 class WithItsServer(AttachedEngine):
@@ -53,6 +57,19 @@ class TestAttachedSglang(SglangConformance):
     def create(self, sizes: EngineConfig) -> Engine:
         own = msgspec.structs.replace(sizes, tokenizer=str(self.tokenizer))
         return WithItsServer(own, SglangDouble(self.mocker(sizes), incremental=self.incremental))
+
+
+class TestSglangInTheWorker(SglangConformance):
+    """Over a double of SGLang's `Engine`."""
+
+    @pytest.fixture(autouse=True)
+    def _package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch = monkeypatch
+
+    def create(self, sizes: EngineConfig) -> Engine:
+        installed(self.patch, self.mocker(sizes))
+        own = msgspec.structs.replace(sizes, tokenizer=str(self.tokenizer), model="a/model", engine="sglang")
+        return create_engine(own)
 
 
 class TestAttachedSglangIncremental(TestAttachedSglang):

@@ -17,10 +17,13 @@ from headwater.config.fields import ENVIRONMENT_PREFIX
 from headwater.config.load import LoadedConfig
 from headwater.config.words import flag_groups
 
-ENGINES_WITH_FLAGS = ("vllm",)
+_SAID_TWICE: Mapping[str, Mapping[str, str]] = {
+    "vllm": {"block_size": "--block-size", "max_num_seqs": "--max-num-seqs"},
+    "sglang": {"block_size": "--page-size", "max_num_seqs": "--max-running-requests"},
+}
+"""By engine. Ours have a default that is not the engine's: what was said must reach the engine even if it is equal."""
 
-_SAID_TWICE = {"block_size": "--block-size", "max_num_seqs": "--max-num-seqs"}
-"""Ours have a default that is not the engine's: what the operator said must reach the engine even if it is equal."""
+ENGINES_WITH_FLAGS = tuple(_SAID_TWICE)
 
 _ATTRIBUTE = "engine_words"
 
@@ -71,7 +74,7 @@ def config_from(args: argparse.Namespace) -> LoadedConfig:
     if engine.engine not in ENGINES_WITH_FLAGS:
         return loaded
     words = [*engine.engine_args, *getattr(args, _ATTRIBUTE, [])]
-    for name, flag in _SAID_TWICE.items():
+    for name, flag in _SAID_TWICE[engine.engine].items():
         if loaded.origins[f"engine.{name}"].layer != "default":
             words += [flag, str(getattr(engine, name))]
     engine = msgspec.structs.replace(engine, engine_args=tuple(words))

@@ -27,7 +27,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[str | None, _doc("Catalogue name, folder, GGUF file or hub id; none: the demo model.")] = None
     revision: Annotated[str | None, _doc("Hub revision (branch, tag or commit) to pin.")] = None
     served_model_name: Annotated[tuple[str, ...], _doc("Names the API answers to; the first is the main one.")] = ()
-    engine: Annotated[str, _doc("native, mocker, vllm, sglang, or the name of a `headwater.engines` entry point.")] = "native"
+    engine: Annotated[str, _doc("native, mocker, vllm, sglang, or a `headwater.engines` entry point.")] = "native"
     tokenizer: Annotated[str | None, _doc("Folder or tokenizer.json when not beside the model.")] = None
     chat_template: Annotated[str | None, _doc("File with a Jinja template that replaces the model's own.")] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], _doc("Where to compute.")] = "auto"
@@ -55,7 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Bytes | None,
         _doc("vllm: host memory that KV passes through to and from other workers; none: 4 GiB where roles are given."),
     ] = None
-    engine_args: Annotated[tuple[str, ...], _doc("Words for the engine's own command line (vllm, sglang), as they are.")] = ()
+    engine_args: Annotated[tuple[str, ...], _doc("Words for the own command line of vllm and sglang.")] = ()
     weights_cache: Annotated[str | None, _doc("Folder of prepared weights; none: the user's cache folder.")] = None
     mocker_speedup: Annotated[NonNegative, _doc("Mocker: how much faster than modelled; 0 means infinitely.")] = 1.0
     mocker_prefill_ms_per_token: Annotated[NonNegative, _doc("Mocker: prefill cost.")] = 0.05

@@ -54,6 +54,8 @@ class SglangReader:
     def __init__(self, request: EngineRequest, *, incremental: bool) -> None:
         params = request.sampling
         self.ended = False
+        self.left = False
+        """Whether it was ended here, and SGLang goes on."""
         self.num_retractions = 0
         self._stream = request.stream
         self._incremental = incremental
@@ -93,6 +95,7 @@ class SglangReader:
             if token_ids[number] in self._stops:
                 stop = token_ids[number]
                 del token_ids[number:]
+                self.left = finish is None
                 return "stop", stop
         if finish is None:
             return None, None

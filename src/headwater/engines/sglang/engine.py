@@ -1,0 +1,188 @@
+"""`SglangEngine`: SGLang's engine driven from the worker process, token ids in and out, no second HTTP hop.
+
+Batches are not invariant: a moved sequence goes on with what SGLang makes of prompt and output so far. When one of
+SGLang's processes dies, SGLang ends this process too; the supervisor starts it again.
+"""
+
+import asyncio
+import secrets
+import shutil
+import tempfile
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+from headwater.config.schema import EngineConfig
+from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
+from headwater.engines.external import ExternalEngine, Gathered, OpenStream
+from headwater.engines.kv_feed.following import Following
+from headwater.engines.kv_feed.subscription import FeedAddress
+from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
+from headwater.engines.pace import Pace
+from headwater.engines.sglang.arguments import SglangArguments, sglang_arguments
+from headwater.engines.sglang.describe import engine_info, resolved, settings_of
+from headwater.engines.sglang.host import Loads, News, SglangHost
+from headwater.engines.sglang.installed import check_installed
+from headwater.engines.sglang_wire.answers import Chunk, SglangReader
+from headwater.engines.sglang_wire.arguments import generate_arguments
+from headwater.engines.sglang_wire.events import feeds_of
+from headwater.engines.sglang_wire.settings import SglangSettings
+from headwater.errors import HeadwaterError, WorkerLost
+from headwater.kv.identity import namespace
+from headwater.protocol.events import LoadReport
+from headwater.protocol.request import SequenceOutput
+
+_PULSE_S = 5.0
+"""Between two signs of life while SGLang starts."""
+_SHUTDOWN_TIMEOUT_S = 15.0
+
+
+class SglangEngine(ExternalEngine):
+    """See `headwater.engines.base.Engine`."""
+
+    def __init__(self, config: EngineConfig, placement: Placement = ALONE) -> None:
+        super().__init__(config)
+        self._host: SglangHost | None = None
+        self._settings = SglangSettings()
+        self._readers: dict[int, SglangReader] = {}
+        self._gathered = Gathered(self._on_outputs)
+        self._pace = Pace(1)
+        self._loads = Loads(0, 0, 0)
+        self._nonce = secrets.token_hex(4)
+        self._following: Following | None = None
+        self._folder: Path | None = None
+
+    # ---- life
+
+    async def open_engine(self, progress: ProgressSink) -> EngineInfo:
+        check_installed()
+        texts, model = await asyncio.to_thread(resolved, self.config, progress)
+        self._folder = Path(tempfile.mkdtemp(prefix="headwater-sglang-"))
+        arguments = await asyncio.to_thread(sglang_arguments, self.config, model, self._folder)
+        self._host = SglangHost(self._on_news, self._on_loads, self.fail)
+        pulse = asyncio.create_task(_pulse(progress))
+        try:
+            started = await self._host.start(arguments.server)
+        finally:
+            pulse.cancel()
+        settings = self._settings = settings_of(started)
+        info = engine_info(self.config, texts, started, settings, _adapters(arguments.server))
+        self._kv_blocks, self._max_num_seqs = info.kv_blocks, info.max_num_seqs
+        self._default_namespace = namespace(info.card.fingerprint, info.card.kv_layout)
+        self._pace = Pace(info.max_num_batched_tokens)
+        self._follow_events(info, arguments)
+        progress(Progress("ready", detail=info.card.name))
+        return info
+
+    async def close_engine(self) -> None:
+        if self._following is not None:
+            await self._following.close()
+        if self._host is not None:
+            await self._host.close(_SHUTDOWN_TIMEOUT_S)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _follow_events(self, info: EngineInfo, arguments: SglangArguments) -> None:
+        card, own = info.card, FeedAddress(f"ipc://{self._folder}/events", "", f"ipc://{self._folder}/replay")
+        addresses = feeds_of(self._settings, "127.0.0.1") if arguments.events_given else [own]
+        if addresses and self.config.enable_prefix_caching:
+            translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
+            self._following = Following("SGLang", addresses, translator, self.tell)
+
+    # ---- work
+
+    def send(self, stream: OpenStream, tokens: "array[int]") -> None:
+        request, host = stream.request, self._host
+        assert host is not None
+        salt = salt_of(request.namespace, self._default_namespace)
+        arguments = generate_arguments(request, tokens, salt, self._settings)
+        arguments.pop("extra_key", None)  # not among the arguments of `Engine`, which knows the salt
+        self._readers[request.stream] = SglangReader(request, incremental=True)
+        host.generate(request.stream, f"hw-{self._nonce}-{request.stream}.", arguments)
+
+    def cancel(self, streams: Sequence[int]) -> None:
+        for stream in streams:
+            self._readers.pop(stream, None)
+        if self._host is not None:
+            self._host.abort(streams)
+
+    def load(self) -> LoadReport:
+        said, totals = self._loads, self.totals
+        # What is sent counts as running as far as SGLang's slots go, unless it says that more of it waits.
+        waiting = min(len(self.open), max(len(self.open) - self._max_num_seqs, said.num_waiting))
+        usage = said.used_tokens / said.total_tokens if said.total_tokens and self.open else 0.0
+        return LoadReport(
+            num_running=len(self.open) - waiting,
+            num_waiting=waiting,
+            waiting_prefill_tokens=sum(s.num_prompt_tokens for s in self.open.values() if not s.num_generated),
+            kv_blocks_total=self._kv_blocks,
+            kv_blocks_free=self._kv_blocks - round(min(1.0, usage) * self._kv_blocks),
+            steps=totals.steps,
+            preemptions=totals.preemptions,
+            cached_tokens=totals.cached_tokens,
+            prompt_tokens=totals.prompt_tokens,
+            generated_tokens=totals.generated_tokens,
+        )
+
+    # ---- what comes back
+
+    def _on_news(self, news: list[News]) -> None:
+        for stream, what in news:
+            reader = self._readers.get(stream)
+            if reader is None:
+                continue
+            try:
+                output = self._read(stream, reader, what)
+            except HeadwaterError as error:
+                output = SequenceOutput.failed(stream, error)
+            if output is not None:
+                if output.finish_reason is not None:
+                    del self._readers[stream]
+                self._gathered.take(output)
+
+    def _read(self, stream: int, reader: SglangReader, what: Chunk | HeadwaterError | None) -> SequenceOutput | None:
+        if isinstance(what, HeadwaterError):
+            raise what
+        if what is None:
+            raise WorkerLost("SGLang ended this sequence without saying why")
+        known = reader.num_retractions
+        output = reader.read(what)
+        self.totals.preemptions += reader.num_retractions - known
+        if output is not None and reader.left and self._host is not None:
+            self._host.abort([stream])
+        return output
+
+    def _on_outputs(self, outputs: list[SequenceOutput]) -> None:
+        timing = self._pace.observe(outputs, self.open, self.clock.now())
+        if timing is not None:
+            self.time_step(timing)
+        self.deliver(outputs)
+        if not self.open:
+            self._pace.forget()
+
+    def _on_loads(self, loads: Loads) -> None:
+        self._loads = loads
+        self.note_changed()
+
+
+def _adapters(server_args: object) -> list[str]:
+    """Names of the LoRA adapters it was given: `NAME=PATH`, a path, or what its parser has made of them."""
+    given = getattr(server_args, "lora_paths", None) or ()
+    names = given if isinstance(given, dict) else [_adapter_name(one) for one in given]
+    return [str(name) for name in names]
+
+
+def _adapter_name(one: object) -> str:
+    if isinstance(one, dict):
+        return str(one["lora_name"])
+    name: object = getattr(one, "lora_name", None)
+    return str(name) if name is not None else str(one).partition("=")[0]
+
+
+async def _pulse(progress: ProgressSink) -> None:
+    """SGLang does not say how far it is; a supervisor must hear that it lives."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while True:
+        progress(Progress("load", loop.time() - began, None, "s", "SGLang is starting"))
+        await asyncio.sleep(_PULSE_S)
