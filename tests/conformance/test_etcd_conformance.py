@@ -155,6 +155,40 @@ def test_a_wiped_etcd_gets_everything_back(play) -> None:
     play(scenario)
 
 
+def test_an_etcd_that_asks_who_is_there_is_told_and_told_again_when_it_forgot(play, tmp_path: Path) -> None:
+    async def scenario(etcd: EtcdServer, _: Callable[[], EtcdRegistry]) -> None:
+        secret = tmp_path / "password"
+        secret.write_text("sesame\n")
+        url = f"etcd://127.0.0.1:{etcd.port}/test?user=headwater&password-file={secret}"
+        early = open_etcd(urlsplit(url))
+        await early.put_model(CatalogueEntry("m", example_card("m")))  # nobody is asked yet
+        etcd.let_in_only("headwater", "sesame", "test/")
+        registry = open_etcd(urlsplit(url))
+        assert [model.name for model in await registry.models()] == ["m"]
+        await early.put_model(CatalogueEntry("n", example_card("n")))
+        await registry.register(example_instance("w1"))
+        watch = early.watch()
+        assert len(await until_synced(watch)) == 3
+        etcd.stop()
+        assert not (await outage(watch)).reachable
+        etcd.start()  # which has forgotten all tokens
+        assert (await outage(watch)).reachable
+        await registry.register(example_instance("w2"))
+        assert await next_event(watch) == InstancePut(example_instance("w2"))
+        secret.write_text("wrong")
+        stranger = open_etcd(urlsplit(url))
+        with pytest.raises(Unavailable, match="authentication failed") as caught:
+            await stranger.models()
+        assert "wrong" not in str(caught.value)
+        secret.unlink()
+        with pytest.raises(Unavailable, match="the password of etcd's user headwater cannot be read"):
+            await stranger.models()
+        for handle in (early, registry, stranger):
+            await handle.close()
+
+    play(scenario)
+
+
 def test_the_next_endpoint_is_asked_when_one_does_not_answer(play) -> None:
     async def scenario(etcd: EtcdServer, open_handle: Callable[[], EtcdRegistry]) -> None:
         gateway = Gateway(["http://127.0.0.1:9", etcd.url], "test/")
@@ -178,3 +212,7 @@ def test_certificates_that_are_not_there() -> None:
         open_etcd(urlsplit("etcds://host/x?ca=/nowhere"))
     with pytest.raises(ConfigError, match="'password' is unknown"):
         open_etcd(urlsplit("etcds://host/x?password=1"))
+    with pytest.raises(ConfigError, match="'ca' is unknown"):
+        open_etcd(urlsplit("etcd://host/x?ca=file"))
+    with pytest.raises(ConfigError, match="go together"):
+        open_etcd(urlsplit("etcd://host/x?user=me"))

@@ -13,7 +13,8 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from urllib.parse import SplitResult, parse_qs, quote, unquote
 
 import msgspec
@@ -29,7 +30,7 @@ from headwater.runtime.registry.base import (
     RegistryEvent,
     Synced,
 )
-from headwater.runtime.registry.etcd_gateway import Compacted, Entry, Gateway, Listing
+from headwater.runtime.registry.etcd_gateway import Compacted, Entry, Gateway, Listing, Login
 from headwater.runtime.registry.feed import Feed
 from headwater.runtime.registry.records import MAX_RECORD_BYTES, check_model_name, decode_instance, encode_instance
 
@@ -42,6 +43,8 @@ _RETRY_S = 0.5
 _PING_S = 1.0
 """A watch that says nothing for so long is asked whether etcd still lives."""
 _CLOSE_S = 2.0
+_LOGIN_OPTIONS = ("user", "password-file")
+_TLS_OPTIONS = ("ca", "cert", "key")
 
 
 class EtcdLease:
@@ -275,28 +278,44 @@ class EtcdRegistry:
 
 
 def open_etcd(parts: SplitResult) -> EtcdRegistry:
-    """`etcd://host:2379,host2:2379/prefix`, or `etcds://` with `?ca=FILE&cert=FILE&key=FILE` for TLS."""
+    """`etcd://host:2379,host2:2379/prefix`, or `etcds://` with `?ca=FILE&cert=FILE&key=FILE` for TLS; either with
+    `?user=NAME&password-file=FILE` where etcd asks who is there."""
     hosts = [host for host in parts.netloc.split(",") if host]
     prefix = unquote(parts.path).strip("/") or "headwater"
     if not hosts or any("@" in host for host in hosts) or not prefix.isprintable():
         raise ConfigError(f"registry {parts.geturl()!r} names no etcd", hint="etcd://host:2379/headwater")
-    tls = _tls(parts) if parts.scheme == "etcds" else None
+    options = _options(parts)
+    tls = _tls(parts.netloc, options) if parts.scheme == "etcds" else None
     scheme = "http" if tls is None else "https"
     endpoints = [f"{scheme}://{host if host.rpartition(':')[2].isdigit() else host + ':2379'}" for host in hosts]
-    return EtcdRegistry(Gateway(endpoints, prefix + "/", tls))
+    return EtcdRegistry(Gateway(endpoints, prefix + "/", tls, _login(options)))
 
 
-def _tls(parts: SplitResult) -> ssl.SSLContext:
-    options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-    unknown = options.keys() - {"ca", "cert", "key"}
+def _options(parts: SplitResult) -> dict[str, str]:
+    known = [*_LOGIN_OPTIONS, *(_TLS_OPTIONS if parts.scheme == "etcds" else ())]
+    options = {name: values[-1] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
+    unknown = options.keys() - set(known)
     if unknown:
-        raise ConfigError(f"registry option {min(unknown)!r} is unknown", hint="there are ca, cert and key")
+        raise ConfigError(f"registry option {min(unknown)!r} is unknown", hint=f"there are {', '.join(known)}")
+    return options
+
+
+def _login(options: Mapping[str, str]) -> Login | None:
+    user, password_file = (options.get(name) for name in _LOGIN_OPTIONS)
+    if not user and not password_file:
+        return None
+    if not user or not password_file:
+        raise ConfigError("the registry's user and password-file go together", hint="?user=NAME&password-file=FILE")
+    return Login(user, Path(password_file).expanduser())
+
+
+def _tls(netloc: str, options: Mapping[str, str]) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=options.get("ca"))
         if "cert" in options:
             context.load_cert_chain(options["cert"], options.get("key"))
     except OSError as error:
-        raise ConfigError(f"the certificates of registry {parts.netloc} cannot be read: {error}") from error
+        raise ConfigError(f"the certificates of registry {netloc} cannot be read: {error}") from error
     return context
 
 

@@ -1,7 +1,9 @@
 """etcd's own JSON gateway: the few calls that a registry needs, over HTTP.
 
 Every call has a deadline. Several endpoints are tried in turn, beginning with the one that answered last. What cannot
-be reached is `Unavailable`; what etcd refuses for another reason as well, with etcd's own words.
+be reached is `Unavailable`; what etcd refuses for another reason as well, with etcd's own words. With a login, a token
+is asked for before the first call and again whenever etcd does not know it any more, with the password as it is then;
+an etcd that asks nobody who it is is taken as it is.
 """
 
 import asyncio
@@ -10,6 +12,7 @@ import ssl
 from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -20,6 +23,9 @@ from headwater.errors import Unavailable
 Json = dict[str, Any]
 
 CALL_TIMEOUT_S = 2.0
+_TOKEN = "authorization"
+_UNKNOWN = (b"auth", b"user name is empty")
+"""What etcd says to those it does not know, or not any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,19 @@ class Listing:
     entries: list[Entry]
 
 
+@dataclass(frozen=True, slots=True)
+class Login:
+    user: str
+    password_file: Path
+
+    def password(self) -> str:
+        """Raises `Unavailable`: whoever writes the file may be about to."""
+        try:
+            return self.password_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise Unavailable(f"the password of etcd's user {self.user} cannot be read: {error}") from error
+
+
 class Compacted(Exception):
     """The changes since that revision are not kept any more."""
 
@@ -46,8 +65,13 @@ class Compacted(Exception):
 class Gateway:
     """`prefix` ends in a slash; all keys are below it."""
 
-    def __init__(self, endpoints: Sequence[str], prefix: str, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, endpoints: Sequence[str], prefix: str, tls: ssl.SSLContext | None = None, login: Login | None = None
+    ) -> None:
         self._endpoints = list(endpoints)
+        self._login = login
+        self._introduced = False
+        """Whether etcd has given us a token, or asks for none."""
         self._prefix = prefix
         self._client = httpx.AsyncClient(verify=tls or True, timeout=CALL_TIMEOUT_S, trust_env=False)
 
@@ -140,13 +164,30 @@ class Gateway:
         for _ in range(len(self._endpoints)):
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_S):
-                    answer = await self._client.post(f"{self._endpoints[0]}/v3/{method}", json=body)
+                    answer = await self._post(method, body)
                 return self._decode(answer, missing_is_fine)
             except (httpx.HTTPError, TimeoutError) as error:
                 failure = error
                 self._endpoints.append(self._endpoints.pop(0))
         assert failure is not None
         raise self._unavailable(failure) from failure
+
+    async def _post(self, method: str, body: Json) -> httpx.Response:
+        if self._login is not None and not self._introduced:
+            await self._authenticate(self._login)
+        answer = await self._client.post(f"{self._endpoints[0]}/v3/{method}", json=body)
+        if self._login is not None and _wants_login(answer):
+            await self._authenticate(self._login)
+            answer = await self._client.post(f"{self._endpoints[0]}/v3/{method}", json=body)
+        return answer
+
+    async def _authenticate(self, login: Login) -> None:
+        self._client.headers.pop(_TOKEN, None)
+        body = {"name": login.user, "password": await asyncio.to_thread(login.password)}
+        answer = await self._client.post(f"{self._endpoints[0]}/v3/auth/authenticate", json=body)
+        if answer.status_code == 200 or b"not enabled" not in answer.content:
+            self._client.headers[_TOKEN] = str(self._decode(answer, missing_is_fine=False)["token"])
+        self._introduced = True
 
     def _decode(self, answer: httpx.Response, missing_is_fine: bool) -> Json:
         decoded: Any = None
@@ -172,6 +213,11 @@ class Gateway:
     def _entry(self, found: Json, deleted: bool = False) -> Entry:
         key = b64decode(found["key"]).decode(errors="replace").removeprefix(self._prefix)
         return Entry(key, None if deleted else b64decode(found.get("value", "")))
+
+
+def _wants_login(answer: httpx.Response) -> bool:
+    """Tokens end with their time, with a restart of etcd and with every change of its users."""
+    return answer.status_code == 401 or (answer.status_code == 400 and any(s in answer.content for s in _UNKNOWN))
 
 
 def _text(data: bytes) -> str:
