@@ -159,7 +159,7 @@ async def check_checksums_find_damage(life: Life) -> str:
     await former.close()
     life.shell._handoffs = Handoffs(
         life.engine,
-        life.decode.instance.card,
+        life.engine._info,
         f"inside-{life.streams}",
         life.shell._open_link,
         life.shell._listener.send,

@@ -115,6 +115,8 @@ class EngineInfo:
     hardware: str
     batch_invariant: bool
     """Whether output is bit-identical whatever else runs, so that a moved stream continues token for token."""
+    tickets: bool = False
+    """Whether it moves KV to others of its kind by itself: `export` ends with a ticket, which another one takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,16 @@ import time
 from dataclasses import dataclass, field, replace
 from math import inf
 
-import msgspec
-
 from headwater.engines.base import KvPort
 from headwater.errors import HeadwaterError, ProtocolError, TransferTimeout, WorkerError
 from headwater.handoff.intake import Action, Arrived, CancelRead, Complete, FallBack, Intake, Read, Release, Stop
 from headwater.handoff.mover import Move, Mover, ReadOrder
+from headwater.handoff.order import prefill_order
 from headwater.handoff.patience import Pace, Patience, Progress, Prospects, patience
 from headwater.handoff.peers import OpenLink, PrefillPeers
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.frames import BlocksReady, PrefillWaits
-from headwater.protocol.request import EngineRequest, ExportOrder, RemotePrefill, SequenceOutput
+from headwater.protocol.request import EngineRequest, RemotePrefill, SequenceOutput
 from headwater.scheduler.outside import FirstToken, LoadEnded, LoadStarted
 from headwater.types import TOKEN_ID_BYTES
 
@@ -124,7 +123,8 @@ class DecodeSide:
             heard=now,
         )
         self._watch(now)
-        self._peers.ask(handoff.where, self._order(handoff))
+        order = prefill_order(handoff.request, handoff.where, self._card, handoff.first_block, handoff.patience.hold_s)
+        self._peers.ask(handoff.where, order)
 
     def on_load_ended(self, ended: LoadEnded) -> None:
         handoff = self._open.get(ended.stream)
@@ -235,7 +235,7 @@ class DecodeSide:
             num_blocks,
             handoff.where.worker_id,
             handoff.first_block + len(handoff.blocks),
-            reason,
+            str(reason),  # whoever keeps the record is not to keep what the error was raised in
             extra={"request_id": handoff.request.request_id},
         )
         self._port.loaded(stream, num_blocks, cached=False)
@@ -252,30 +252,6 @@ class DecodeSide:
         here_s = max(0.0, self._computing_until - now) + alone_s if alone_s > 0 else 0.0
         deadline = handoff.request.deadline
         return Prospects(there_s, here_s, inf if deadline is None else deadline - time.time(), as_expected)
-
-    def _order(self, handoff: _Handoff) -> EngineRequest:
-        """The request as the prefill worker gets it: up to the first new token."""
-        request, card = handoff.request, self._card
-        num_tokens = 1 + len(request.resumed_tokens) // TOKEN_ID_BYTES
-        sampling = msgspec.structs.replace(
-            request.sampling, max_tokens=num_tokens, min_tokens=min(num_tokens, request.sampling.min_tokens)
-        )
-        return msgspec.structs.replace(
-            request,
-            sampling=sampling,
-            expected_cached_tokens=handoff.where.expected_cached_tokens,
-            prefill=None,
-            export=ExportOrder(
-                first_block=handoff.first_block,
-                hold_s=handoff.patience.hold_s,
-                fingerprint=card.fingerprint,
-                kv_layout=card.kv_layout,
-                dtype=card.dtype,
-                block_size=card.block_size,
-                frontend_id=handoff.where.frontend_id,
-                hears_waits=True,
-            ),
-        )
 
     # ---- time
 

@@ -1,19 +1,22 @@
 """Both sides of hand-offs at one worker, made when its engine has started.
 
 Requests that name a prefill worker go through here to the engine, and those of other workers that want their blocks are
-announced here; an engine without a KV port computes the former itself and refuses the latter.
+announced here; an engine without a KV port computes the former itself and refuses the latter. Engines that move KV by
+themselves exchange tickets instead.
 """
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 
-from headwater.engines.base import Engine
+from headwater.engines.base import Engine, EngineInfo
 from headwater.errors import InvalidRequest
 from headwater.handoff.decode import DecodeSide
+from headwater.handoff.layout import check_layouts
 from headwater.handoff.mover import make_mover
 from headwater.handoff.peers import OpenLink
 from headwater.handoff.prefill import PrefillSide, SendToReader
-from headwater.protocol.cluster import ModelCard
+from headwater.handoff.tickets import TicketSide
 from headwater.protocol.events import HandoffCounts, LoadReport
 from headwater.protocol.request import EngineRequest
 from headwater.transfer.options import AgentOptions
@@ -23,11 +26,21 @@ class Handoffs:
     """Lives on the event loop of the engine."""
 
     def __init__(
-        self, engine: Engine, card: ModelCard, name: str, open_link: OpenLink, send: SendToReader, options: AgentOptions
+        self,
+        engine: Engine,
+        info: EngineInfo,
+        name: str,
+        open_link: OpenLink,
+        send: SendToReader,
+        options: AgentOptions,
     ) -> None:
         self._decode: DecodeSide | None = None
         self._prefill: PrefillSide | None = None
+        self._tickets: TicketSide | None = None
+        self._card = card = info.card
         port = engine.kv
+        if port is None and info.tickets:
+            self._tickets = TicketSide(engine, card, open_link)
         if port is not None:
             self._mover = make_mover(name, port.blocks, asyncio.get_running_loop(), options)
             self._decode = DecodeSide(port, self._mover, card, open_link)
@@ -35,16 +48,25 @@ class Handoffs:
 
     def load(self, request: EngineRequest) -> bool:
         """Take a request that another worker is to prefill; False: it is one like any other here."""
-        if request.prefill is None or self._decode is None:
+        taker = self._decode or self._tickets
+        if request.prefill is None or taker is None:
             return False
-        self._decode.submit(request)
+        taker.submit(request)
         return True
+
+    def abort(self, streams: Sequence[int]) -> None:
+        """To be told of all aborts that the engine is told of."""
+        if self._tickets is not None:
+            self._tickets.abort(streams)
 
     def export(self, peer: bytes, stream: int, request: EngineRequest) -> None:
         """A request whose blocks a peer reads, which calls it `stream`, is about to go to the engine.
 
         Raises `TransferRefused`, `InvalidRequest`.
         """
+        if self._tickets is not None and request.export is not None:
+            check_layouts(self._card, request.export)
+            return
         if self._prefill is None:
             raise InvalidRequest("this worker's engine does not give out KV blocks", param="export")
         self._prefill.expect(peer, stream, request)
@@ -63,6 +85,9 @@ class Handoffs:
             self._prefill.observe(report)
 
     def counts(self) -> HandoffCounts | None:
+        if (tickets := self._tickets) is not None:
+            moved = HandoffCounts(tickets.done, tickets.fell_back, 0, 0)
+            return moved if tickets.done or tickets.fell_back else None
         decode, prefill = self._decode, self._prefill
         if decode is None or prefill is None:
             return None
@@ -77,6 +102,8 @@ class Handoffs:
 
     async def close(self) -> None:
         """To be called once the engine is closed: what still moves is broken off."""
+        if self._tickets is not None:
+            await self._tickets.close()
         if self._decode is not None and self._prefill is not None:
             await self._decode.close()
             self._prefill.close()

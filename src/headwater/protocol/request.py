@@ -132,6 +132,9 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     """Its prompt is computed only in steps that compute so many prompt tokens at most, so that whoever comes next does
     not wait long for the step's end; 0: in any."""
 
+    ticket: bytes = b""
+    """Towards an engine that moves KV by itself: what the prefill of this request has ended with."""
+
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """A `HeadwaterError` on the wire."""
@@ -175,6 +178,8 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     error: ErrorInfo | None = None
     relayed: bytes = b""
     """Of a relayed answer: the next piece of its body; `token_ids` then only counts its events."""
+    ticket: bytes = b""
+    """Of an exported request at an engine that moves KV by itself: by which another one finds it."""
 
     @classmethod
     def failed(cls, stream: int, error: HeadwaterError) -> Self:

@@ -125,7 +125,7 @@ class WorkerShell:
         info = await self._engine.start(self, _without_ready(progress))
         self._artifacts = ArtifactStore(info.card.artifacts, info.artifacts)
         self._handoffs = Handoffs(
-            self._engine, info.card, self._config.worker_id, self._open_link, self._listener.send, self._config.transfer
+            self._engine, info, self._config.worker_id, self._open_link, self._listener.send, self._config.transfer
         )
         if self._tiers is not None:
             await self._tiers.start(info, self._config.kv_patience_s)
@@ -330,6 +330,8 @@ class WorkerShell:
         if handles:
             if self._tiers is not None:
                 self._tiers.abort(handles)
+            if self._handoffs is not None:
+                self._handoffs.abort(handles)
             self._engine.abort(handles)
             self._shares.closed(handles)
             self._tell_shares()
