@@ -114,6 +114,7 @@ async def workers(
     checksums: bool = False,
     adaptive: bool = False,
     kv_socket: Path | None = None,
+    transfer: AgentOptions | None = None,
 ) -> AsyncIterator[Workers]:
     """Started and connected, under the names given."""
     cluster = Workers(InprocPlanes(), MemoryStore())
@@ -121,7 +122,7 @@ async def workers(
     running = []
     subscribers = []
     for name, engine in engines.items():
-        options = AgentOptions(host=None, checksums=checksums)
+        options = transfer or AgentOptions(host=None, checksums=checksums)
         about = ShellConfig(name, "m", "m", adaptive=adaptive, drain_timeout_s=1, transfer=options, kv_socket=kv_socket)
         shell = WorkerShell(engine, registry, cluster.planes, about)
         cluster.members[name] = Member(name, engine, shell)

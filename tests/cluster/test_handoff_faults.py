@@ -3,6 +3,7 @@
 Between mockers, with real planes and real transfer. What needs processes that die or stop is in `bench/handoff_faults`.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -11,17 +12,20 @@ from pathlib import Path
 import pytest
 from handoff_bench import Member, Workers, prompt_of, request, workers
 
+from data_relay import Fault, data_relay
 from headwater.config.schema import EngineConfig
 from headwater.engines.core import EngineCore
 from headwater.engines.mocker.engine import MockerEngine
 from headwater.handoff import decode as decode_side
 from headwater.handoff import patience as patience_module
 from headwater.handoff import prefill as prefill_side
+from headwater.handoff.mover import AgentMover
 from headwater.handoff.patience import Patience
 from headwater.protocol.frames import SetRole
 from headwater.protocol.request import RemotePrefill
 from headwater.runtime.conformance import eventually, run_leak_checked
 from headwater.transfer.backends.shm import SharedLink
+from headwater.transfer.options import AgentOptions
 from headwater.transfer.outcome import Stop
 
 PROMPT = prompt_of(400)
@@ -78,14 +82,19 @@ def mocker(config: EngineConfig, **options: object) -> MockerEngine:
 
 @asynccontextmanager
 async def pair(
-    config: EngineConfig, *, checksums: bool = False, adaptive: bool = False, **prefill: object
+    config: EngineConfig,
+    *,
+    checksums: bool = False,
+    adaptive: bool = False,
+    transfer: AgentOptions | None = None,
+    **prefill: object,
 ) -> AsyncIterator[Pair]:
     slow = {"mocker_prefill_ms_per_token": 2.0} | prefill
     fast = mocker(config, mocker_speedup=0.0)
     async with workers({"alone": fast}) as cluster:
         (expected,) = await cluster["alone"].run(request(1, PROMPT))
     engines = {"p": mocker(config, **slow), "d": mocker(config, mocker_speedup=20.0)}
-    async with workers(engines, checksums=checksums, adaptive=adaptive) as cluster:
+    async with workers(engines, checksums=checksums, adaptive=adaptive, transfer=transfer) as cluster:
         yield Pair(cluster, expected)
 
 
@@ -244,6 +253,30 @@ def test_damaged_blocks_are_noticed_and_computed_anew(config: EngineConfig, monk
 
     run_leak_checked(check(True))
     run_leak_checked(check(False))
+
+
+@pytest.mark.parametrize("fault", ["cut", "freeze"])
+def test_a_data_link_that_breaks_in_mid_transfer(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    """The workers go on hearing of each other; only blocks do not come any more."""
+    over_tcp = AgentOptions(backends=("tcp",), heartbeat_s=0.2, peer_timeout_s=0.8)
+    card_of = AgentMover.card
+
+    async def check() -> None:
+        with data_relay() as (_, relay):
+            monkeypatch.setattr(AgentMover, "card", lambda mover: relay.card(card_of(mover)))
+            async with pair(config, transfer=over_tcp) as it:
+                await it.begin()
+                await asyncio.to_thread(relay.fail, fault)
+                if fault == "freeze":
+                    await it.fell_back()
+                else:  # unless a read was under way just then, the next one makes new connections
+                    await it.ends()
+                    await it.decode.all_free()
+                await it.prefill.all_free()
+
+    run_leak_checked(check())
 
 
 @pytest.mark.parametrize("stage", ["queued", "arriving"])

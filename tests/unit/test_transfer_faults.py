@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from data_relay import Fault, data_relay
 from headwater.errors import (
     ConfigError,
     LinkUnavailable,
@@ -372,12 +373,16 @@ def test_whoever_only_waits_at_the_door_is_sent_away(monkeypatch: pytest.MonkeyP
 
 def test_a_link_that_swallows_everything_is_given_up() -> None:
     """Half open: the connection stands, and nothing comes through any more."""
-    with Agent("there", options("tcp")) as there, Agent("here", options("tcp")) as here, relay(there) as (card, cut):
+    with (
+        Agent("there", options("tcp")) as there,
+        Agent("here", options("tcp")) as here,
+        data_relay(there) as (card, relay),
+    ):
         here.add_peer(card)
         local, remote = here.allocate(BLOCK, block_bytes=BLOCK), there.allocate(BLOCK, block_bytes=BLOCK)
         here.write(local.blocks([0]), remote.blocks([0])).run()
         expected = there.expect("here", b"never", 60.0)
-        cut.set()
+        relay.fail("freeze")
         future = here.write(local.blocks([0]), remote.blocks([0]), timeout_s=60.0).post()
         with pytest.raises(PeerLost):
             future.result(BOUND_S)
@@ -385,51 +390,30 @@ def test_a_link_that_swallows_everything_is_given_up() -> None:
             expected.result(BOUND_S)
 
 
-@contextlib.contextmanager
-def relay(agent: Agent) -> Iterator[tuple[bytes, threading.Event]]:
-    """A card that leads through us; once cut, bytes are read and forgotten."""
-    card = decode_card(agent.card())
-    cut, ended = threading.Event(), threading.Event()
-    listener = socket.create_server(("127.0.0.1", 0))
-    listener.settimeout(0.05)
-    ends: list[socket.socket] = []
-    threads: list[threading.Thread] = []
-
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        source.settimeout(0.05)
-        while not ended.is_set():
-            try:
-                data = source.recv(65536)
-            except TimeoutError:
-                continue
-            except OSError:
-                break
-            if not data:
-                break
-            if not cut.is_set():
-                sink.sendall(data)
-
-    def accept() -> None:
-        while not ended.is_set():
-            with contextlib.suppress(TimeoutError):
-                near = listener.accept()[0]
-                far = socket.create_connection((card.host, card.port))
-                ends.extend((near, far))
-                for pair in ((near, far), (far, near)):
-                    threads.append(threading.Thread(target=pump, args=pair))
-                    threads[-1].start()
-
-    threads.append(threading.Thread(target=accept))
-    threads[0].start()
-    try:
-        port = listener.getsockname()[1]
-        yield encode_card(msgspec.structs.replace(card, unix="", port=port)), cut
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
-        for sock in [listener, *ends]:
-            sock.close()
+@pytest.mark.parametrize("fault", ["cut", "freeze"])
+@pytest.mark.parametrize("write", [False, True])
+def test_a_data_link_that_breaks_in_mid_transfer_is_noticed_and_the_next_one_works(fault: Fault, write: bool) -> None:
+    with (
+        Agent("there", options("tcp")) as there,
+        Agent("here", options("tcp")) as here,
+        data_relay(there) as (card, relay),
+    ):
+        here.add_peer(card)
+        local = here.allocate(BLOCK * BLOCKS, block_bytes=BLOCK)
+        remote = there.register(bytearray(os.urandom(BLOCK * BLOCKS)), block_bytes=BLOCK)
+        move = here.write if write else here.read
+        every_other = list(range(0, BLOCKS, 2))
+        move(local.blocks([0]), remote.blocks([0])).run()
+        relay.fail(fault, BLOCK * BLOCKS // 4)
+        with pytest.raises(PeerLost):
+            move(local.blocks(every_other), remote.blocks(every_other), timeout_s=60.0).post().result(BOUND_S)
+        if fault == "freeze":
+            relay.heal()
+        move(local.blocks(every_other), remote.blocks(every_other), timeout_s=60.0).run()
+        assert all(
+            local.view[at : at + BLOCK] == remote.view[at : at + BLOCK] for at in range(0, BLOCK * BLOCKS, 2 * BLOCK)
+        )
+        there.unregister(remote, timeout_s=5.0)  # nobody holds it any more
 
 
 # Lives
@@ -565,11 +549,11 @@ def test_two_agents_that_wait_for_each_other_still_answer() -> None:
 
 def test_more_transfers_than_allowed_are_refused_at_once() -> None:
     few = AgentOptions(key=KEY, backends=("tcp",), movers=1, max_posted=2)
-    with Agent("here", few) as here, Agent("there", options("tcp")) as there, relay(there) as (card, cut):
+    with Agent("here", few) as here, Agent("there", options("tcp")) as there, data_relay(there) as (card, relay):
         here.add_peer(card)
         local, remote = here.allocate(BLOCK, block_bytes=BLOCK), there.allocate(BLOCK, block_bytes=BLOCK)
         here.read(local.blocks([0]), remote.blocks([0])).run()
-        cut.set()
+        relay.fail("freeze")
         stuck = [here.read(local.blocks([0]), remote.blocks([0]), timeout_s=1.0) for _ in range(3)]
         posted = [transfer.post() for transfer in stuck[:2]]
         with pytest.raises(Overloaded):
