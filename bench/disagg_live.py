@@ -1,16 +1,18 @@
 """Adaptive roles live, beside prefill always remote and never remote: real processes, real transfers, mocker workers.
 
-    python bench/disagg_live.py [--isl 64 2048 8192] [--osl 16 128] [--load 0.5 0.9] [--seconds 15]
-    python bench/disagg_live.py --native --isl 128 512 --osl 16 64 --load 0.3 0.6
+    python bench/disagg_live.py [--isl 64 2048 8192] [--osl 16 128] [--load 0.5 0.9] [--seconds 15 | --minutes 20]
+    python bench/disagg_live.py --native --isl 128 512 --osl 16 64 --load 0.3 0.6 --minutes 8
 
 With --native two workers of the native engine serve the demo model, and load 1.0 is two requests a second.
 
 Three clusters of four workers run side by side, one under load at a time: `adaptive` (--role adaptive), `remote` (two
 prefill and two decode workers, every prompt moved) and `local` (all workers do both). Steps take as long as modelled,
 about a 70B model on two GPUs per worker, at real-time pace. In each cell the same requests, as token ids, are sent to
-each cluster for `--settle` seconds that are not judged and `--seconds` that are. Load 1.0 is what the best split could
-complete in simulation, at most `--most` requests a second. Cells follow each other without a restart, so that the
-adaptive cluster has to find out by itself.
+each cluster for `--settle` seconds that are not judged and `--seconds` that are, `--repeats` times in turns, each time
+with another cluster first; medians are compared. Load 1.0 is what the best split could complete in simulation, at most
+`--most` requests a second. Cells follow each other without a restart, so that the adaptive cluster has to find out by
+itself: `--adapt` seconds of a cell's traffic, not judged, are for that. `--minutes` says how long all may take, and
+`--seconds` follows.
 """
 
 import argparse
@@ -23,7 +25,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
@@ -60,9 +63,13 @@ ENGINE = EngineConfig(
     mocker_decode_ms_per_kv_token=2e-5,
 )
 OBJECTIVE = Objective(ttft_ms=2000.0, tpot_ms=30.0)
-PLANNED = DisaggConfig(plan_ttft=OBJECTIVE.ttft_ms / 1000, plan_tpot=OBJECTIVE.tpot_ms / 1000, plan_interval=1.0)
 NATIVE = EngineConfig(engine="native", served_model_name=("mock",), max_model_len=2048, num_kv_blocks=1024)
 NATIVE_RATE = 2.0
+NATIVE_OBJECTIVE = Objective(ttft_ms=3000.0, tpot_ms=80.0)
+START_S = 60.0
+DRAIN_S = 2.0
+"""After the last request of a turn, about."""
+LEAST_S = 3.0
 
 
 def modes(num_workers: int) -> dict[str, dict[str, object]]:
@@ -104,6 +111,10 @@ def pool() -> list[WorkerModel]:
     return [model] * WORKERS
 
 
+def objective_of(args: argparse.Namespace) -> Objective:
+    return NATIVE_OBJECTIVE if args.native else OBJECTIVE
+
+
 def capacity(cell: Cell) -> float:
     jobs = [Job(0.0, cell.isl, cell.osl)] * 400
     workers = pool()
@@ -117,7 +128,9 @@ def serving(mode: str, args: argparse.Namespace) -> Iterator[str]:
     port, num_workers = free_port(), 2 if args.native else WORKERS
     settings = dict(modes(num_workers)[mode])
     engine = NATIVE if args.native else ENGINE
-    disaggregation = msgspec.structs.asdict(PLANNED) | {
+    wanted = objective_of(args)
+    planned = DisaggConfig(plan_ttft=wanted.ttft_ms / 1000, plan_tpot=wanted.tpot_ms / 1000, plan_interval=1.0)
+    disaggregation = msgspec.structs.asdict(planned) | {
         name: settings.pop(name) for name in ("role", "disagg") if name in settings
     }
     graph = settings | {
@@ -162,12 +175,14 @@ async def put_load(url: str, requests: Sequence[LoadRequest]) -> list[RequestRec
         load.close()
 
 
-def figures(records: Sequence[RequestRecord], settle_s: float, seconds: float) -> Figures:
-    judged = [record for record in records if record.started_s >= settle_s]
+def figures(records: Sequence[RequestRecord], args: argparse.Namespace) -> Figures:
+    judged = [record for record in records if record.started_s >= args.settle]
     good = [record for record in judged if record.error is None and record.ttft_s is not None]
-    met = [one for one in good if OBJECTIVE.met(1e3 * (one.ttft_s or 0.0), 1e3 * (tpot_s(one) or 0.0))]
+    if not good:
+        raise SystemExit(f"none of {len(judged)} requests was answered; {args.seconds:g} s are too short, or see --log")
+    met = [one for one in good if objective_of(args).met(1e3 * (one.ttft_s or 0.0), 1e3 * (tpot_s(one) or 0.0))]
     return Figures(
-        len(met) / seconds,
+        len(met) / args.seconds,
         1e3 * fmean(one.ttft_s or 0.0 for one in good),
         1e3 * fmean(tpot_s(one) or 0.0 for one in good),
         1e3 * fmean(one.e2e_s or 0.0 for one in good),
@@ -185,15 +200,15 @@ def roles(url: str) -> str:
 def measure(cell: Cell, urls: dict[str, str], args: argparse.Namespace) -> dict[str, Figures]:
     rate = min(args.most, cell.load * (NATIVE_RATE if args.native else capacity(cell)))
     seen: dict[str, list[Figures]] = {mode: [] for mode in urls}
+    if args.adapt:
+        uvloop.run(put_load(urls["adaptive"], requests_of(cell, rate, args.adapt, -1)))
     for repeat in range(args.repeats):
         requests = requests_of(cell, rate, args.settle + args.seconds, repeat)
-        for mode, url in urls.items():
-            records = uvloop.run(put_load(url, requests))
-            seen[mode].append(figures(records, args.settle, args.seconds))
-    found = {
-        mode: replace(some[0], goodput=median(one.goodput for one in some), e2e_ms=median(one.e2e_ms for one in some))
-        for mode, some in seen.items()
-    }
+        order = list(urls)
+        for mode in order[repeat % len(order) :] + order[: repeat % len(order)]:
+            records = uvloop.run(put_load(urls[mode], requests))
+            seen[mode].append(figures(records, args))
+    found = {mode: middle(some) for mode, some in seen.items()}
     cells = "  ".join(
         f"{mode} {one.goodput:5.2f}/s {one.ttft_ms:5.0f} {one.tpot_ms:5.1f} {one.e2e_ms:6.0f}"
         + (f" FAILED {one.failed}" if one.failed else "")
@@ -203,17 +218,56 @@ def measure(cell: Cell, urls: dict[str, str], args: argparse.Namespace) -> dict[
     return found
 
 
-def compare(results: Sequence[dict[str, Figures]]) -> None:
-    """Adaptive against the better of the others, by goodput and by end-to-end time."""
-    for name, ratio in (
-        ("goodput", lambda one: one["adaptive"].goodput / max(1e-9, one["remote"].goodput, one["local"].goodput)),
-        ("E2E", lambda one: min(one["remote"].e2e_ms, one["local"].e2e_ms) / one["adaptive"].e2e_ms),
-    ):
-        ratios = sorted(ratio(one) for one in results)
+def middle(some: Sequence[Figures]) -> Figures:
+    """Medians; failures all together."""
+    goodput, ttft_ms, tpot_ms, e2e_ms = (
+        median(values)
+        for values in zip(*((one.goodput, one.ttft_ms, one.tpot_ms, one.e2e_ms) for one in some), strict=True)
+    )
+    return Figures(goodput, ttft_ms, tpot_ms, e2e_ms, sum(one.failed for one in some))
+
+
+def goodput_ratio(one: dict[str, Figures], others: Sequence[str]) -> float:
+    best = max(one[mode].goodput for mode in others)
+    return one["adaptive"].goodput / best if best else inf if one["adaptive"].goodput else 1.0
+
+
+def e2e_ratio(one: dict[str, Figures], others: Sequence[str]) -> float:
+    return min(one[mode].e2e_ms for mode in others) / one["adaptive"].e2e_ms
+
+
+RATIOS = {"goodput": goodput_ratio, "E2E": e2e_ratio}
+"""Of adaptive over the best of others: more than 1 is better."""
+
+
+def compare(cells: Sequence[Cell], results: Sequence[dict[str, Figures]]) -> None:
+    """Adaptive against the others, by goodput and by end-to-end time."""
+    print(
+        "\n| ISL/OSL, load | goodput to remote | to local | to the better | E2E to remote | to local | to the better |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    others = (["remote"], ["local"], ["remote", "local"])
+    for cell, one in zip(cells, results, strict=True):
+        figures = " | ".join(f"{ratio(one, some):.3f}" for ratio in RATIOS.values() for some in others)
+        print(f"| {cell.isl}/{cell.osl}, {cell.load:g} | {figures} |")
+    print()
+    for name, ratio in RATIOS.items():
+        ratios = sorted(ratio(one, others[-1]) for one in results)
         print(
             f"{name}: adaptive over the better one: least {ratios[0]:.3f}, median {median(ratios):.3f}, "
             f">= 0.97 in {sum(r >= 0.97 for r in ratios)} of {len(ratios)}, > 1.01 in {sum(r > 1.01 for r in ratios)}"
         )
+
+
+def seconds_for(args: argparse.Namespace, num_cells: int) -> float:
+    """To be judged at a time, so that all ends about in time."""
+    turns = args.repeats * len(modes(WORKERS))
+    cell_s = (60 * args.minutes - START_S) / num_cells - args.adapt - DRAIN_S
+    seconds = cell_s / turns - args.settle - DRAIN_S
+    if seconds < LEAST_S:
+        least = (num_cells * (turns * (LEAST_S + args.settle + DRAIN_S) + args.adapt + DRAIN_S) + START_S) / 60
+        raise SystemExit(f"{num_cells} cells need {least:.0f} minutes, or fewer --repeats, --isl, --osl, --load")
+    return float(seconds)
 
 
 def end(_number: int, _frame: object) -> None:
@@ -227,19 +281,24 @@ def main() -> None:
     parser.add_argument("--osl", type=int, nargs="+", default=[16, 128, 512])
     parser.add_argument("--load", type=float, nargs="+", default=[0.25, 0.5, 0.9])
     parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--settle", type=float, default=10.0)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--settle", type=float, default=3.0)
+    parser.add_argument("--adapt", type=float, default=20.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--minutes", type=float, help="for all cells together; sets --seconds")
     parser.add_argument("--most", type=float, default=40.0, help="requests a second, for the sake of small machines")
     parser.add_argument("--native", action="store_true")
     parser.add_argument("--log")
     args = parser.parse_args()
     cells = [Cell(isl, osl, load) for isl in args.isl for osl in args.osl for load in args.load]
+    if args.minutes is not None:
+        args.seconds = seconds_for(args, len(cells))
+        print(f"{len(cells)} cells in {args.minutes:g} minutes: {args.repeats} x {args.seconds:.1f} s each", flush=True)
     print(
         "cell, rate, then per mode: goodput, TTFT ms, TPOT ms, E2E ms; at last the roles that adaptive has", flush=True
     )
     with contextlib.ExitStack() as stack:
         urls = {mode: stack.enter_context(serving(mode, args)) for mode in modes(WORKERS)}
-        compare([measure(cell, urls, args) for cell in cells])
+        compare(cells, [measure(cell, urls, args) for cell in cells])
 
 
 if __name__ == "__main__":

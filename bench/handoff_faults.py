@@ -10,26 +10,35 @@ prefill. A decode worker that dies takes its streams with it: the client asks an
 
 import argparse
 import asyncio
-import os
 import signal
 import statistics
 import struct
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import uvloop
 from handoff_workers import Bench, Worker, bench, prompt_of, request
+from plane_proxy import PlaneProxy
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.mocker.engine import MockerEngine
+from headwater.handoff.mover import AgentMover
 from headwater.protocol.request import RemotePrefill
 from headwater.runtime.conformance import eventually
 from headwater.transfer.backends.shm import SharedLink
 from headwater.transfer.options import AgentOptions
 from headwater.transfer.outcome import Stop
+from headwater.types import Role
 from headwater.worker.shell import ShellConfig, WorkerShell
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from data_relay import Fault, data_relay
 
 PROMPT = 2048
 ANSWER = 8
@@ -54,48 +63,6 @@ class Row:
     fell_back: int = 0
     took_s: list[float] = field(default_factory=list[float])
     held_s: list[float] = field(default_factory=list[float])
-
-
-class Proxy:
-    """Carries the request plane of a worker, until it is cut (closed) or frozen (open, but nothing passes)."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target.split("#")[0].removeprefix("ipc://")
-        self._key = target.partition("#")[2]
-        self._path = f"{os.environ['XDG_RUNTIME_DIR']}/proxy-{time.monotonic_ns()}"
-        self._writers: list[asyncio.StreamWriter] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self.frozen = False
-
-    @property
-    def address(self) -> str:
-        return f"ipc://{self._path}" + (f"#{self._key}" if self._key else "")
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_unix_server(self._accept, self._path)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there_reader, there_writer = await asyncio.open_unix_connection(self._target)
-        self._writers += [writer, there_writer]
-        pairs = ((reader, there_writer), (there_reader, writer))
-        self._tasks += [asyncio.create_task(self._pump(*pair)) for pair in pairs]
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
-            if not self.frozen:
-                writer.write(data)
-                await writer.drain()
-
-    def cut(self) -> None:
-        for writer in self._writers:
-            writer.transport.abort()
-
-    async def close(self) -> None:
-        self._server.close()
-        self.cut()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 @dataclass
@@ -136,7 +103,7 @@ class Scene:
         self.row.repeats += 1
 
 
-Fault = Callable[[Scene], Awaitable[None]]
+SceneFault = Callable[[Scene], Awaitable[None]]
 MIDDLE_S = 0.45
 LINK_SILENCE_S = 5.0
 """After which a client gives its worker up."""
@@ -174,7 +141,7 @@ async def slow(scene: Scene) -> None:
 
 
 async def link_cut(scene: Scene) -> None:
-    proxy = Proxy(scene.prefill.instance.request_address)
+    proxy = PlaneProxy(scene.prefill.instance.request_address)
     await proxy.start()
 
     async def cut() -> None:
@@ -186,7 +153,7 @@ async def link_cut(scene: Scene) -> None:
 
 
 async def half_open(scene: Scene) -> None:
-    proxy = Proxy(scene.prefill.instance.request_address)
+    proxy = PlaneProxy(scene.prefill.instance.request_address)
     await proxy.start()
 
     async def freeze() -> None:
@@ -273,7 +240,7 @@ async def local(scene: Scene) -> None:
     await scene.ask(scene.decode, None)
 
 
-OUTSIDE: dict[str, Fault] = {
+OUTSIDE: dict[str, SceneFault] = {
     "prefilled here, no fault": local,
     "handed off, no fault": undisturbed,
     "prefill worker killed": killed,
@@ -299,20 +266,20 @@ def damaging(move: Callable[[SharedLink, object, Stop], None]) -> Callable[[Shar
     return damaged
 
 
-async def inside(here: Bench) -> tuple[Worker, WorkerShell, asyncio.Task[None]]:
-    """A decode worker in this process, whose memory can be damaged; it checks what it reads."""
+async def inside(here: Bench, role: Role, options: AgentOptions) -> tuple[Worker, WorkerShell, asyncio.Task[None]]:
+    """A worker in this process, whose memory can be damaged and whose links can be broken."""
     config = EngineConfig(
         engine="mocker",
         num_kv_blocks=1024,
         max_num_batched_tokens=256,
+        enable_prefix_caching=False,
         mocker_prefill_ms_per_token=PREFILL_MS,
     )
-    options = AgentOptions(host=None, checksums=True)
     shell = WorkerShell(
         MockerEngine(config),
         here.registry,
         here.planes,
-        ShellConfig("inside", "mocker", "m", "decode", transfer=options),
+        ShellConfig("inside", "mocker", "m", role, transfer=options),
     )
     task = asyncio.create_task(shell.run(lambda progress: None))
     await eventually(lambda: shell.num_streams == 0 and shell._refusing is None, "it is ready", 30.0)
@@ -330,7 +297,7 @@ async def expectations(decode: Worker, repeats: int) -> dict[int, list[int]]:
     return found
 
 
-async def run(names: list[str], repeats: int) -> None:
+async def run(names: list[str], inner: list[str], repeats: int) -> None:
     rows = []
     async with bench(*FLAGS, "--no-enable-prefix-caching") as here:
         lonely = await here.start("both")
@@ -341,30 +308,69 @@ async def run(names: list[str], repeats: int) -> None:
             rows.append(row)
             prefill = await here.start("prefill", *(SLOW if OUTSIDE[name] is slow else ()))
             scene = Scene(here, prefill, await here.start("decode"), row, expected)
-            for _ in range(repeats):
-                await OUTSIDE[name](scene)
-                await scene.finish()
-            await asyncio.sleep(0.2)
-            row.fell_back = scene.decode.counts.fell_back
+            await again_and_again(scene, OUTSIDE[name], repeats)
             for worker in list(here.workers):
                 await here.stop(worker)
             show(row, rows[0])
         print(f"| (undisturbed, median: {statistics.median(rows[0].took_s):.3f} s)")
-        row = Row("a block corrupted on its way")
-        prefill = await here.start("prefill")
-        decode, shell, task = await inside(here)
-        scene = Scene(here, prefill, decode, row, expected)
-        with mock.patch.object(SharedLink, "move", damaging(SharedLink.move)):
-            for _ in range(repeats):
-                await undisturbed(scene)
-                await scene.finish()
-        await asyncio.sleep(0.2)
-        row.fell_back = decode.counts.fell_back
-        show(row, rows[0])
-        await here.stop(decode)
-        shell.stop()
-        shell.stop()
-        await task
+        for fault in inner:
+            row = Row(fault)
+            await INSIDE[fault](here, row, expected, repeats)
+            show(row, rows[0])
+
+
+async def corrupted(here: Bench, row: Row, expected: dict[int, list[int]], repeats: int) -> None:
+    prefill = await here.start("prefill")
+    decode, shell, task = await inside(here, "decode", AgentOptions(host=None, checksums=True))
+    scene = Scene(here, prefill, decode, row, expected)
+    with mock.patch.object(SharedLink, "move", damaging(SharedLink.move)):
+        await again_and_again(scene, undisturbed, repeats)
+    await leave(here, decode, shell, task)
+    await here.stop(prefill)
+
+
+async def data_link(fault: Fault, here: Bench, row: Row, expected: dict[int, list[int]], repeats: int) -> None:
+    """Blocks go over TCP through a relay, which breaks after half of them; the workers hear of each other all along."""
+    decode = await here.start("decode", "--transfer-backends", "tcp")
+    prefill, shell, task = await inside(here, "prefill", AgentOptions(backends=("tcp",)))
+    scene = Scene(here, prefill, decode, row, expected)
+    card_of = AgentMover.card
+    with data_relay() as (_, relay), mock.patch.object(AgentMover, "card", lambda mover: relay.card(card_of(mover))):
+        await undisturbed(scene)
+        row.took_s.clear()
+        moved, relay.passed_bytes = relay.passed_bytes, 0
+
+        async def broken(scene: Scene) -> None:
+            relay.fail(fault, moved // 2)
+            await undisturbed(scene)
+            await asyncio.to_thread(relay.heal)
+
+        await again_and_again(scene, broken, repeats)
+    await leave(here, prefill, shell, task)
+    await here.stop(decode)
+
+
+async def again_and_again(scene: Scene, fault: SceneFault, repeats: int) -> None:
+    for _ in range(repeats):
+        await fault(scene)
+        await scene.finish()
+    await asyncio.sleep(0.2)
+    scene.row.fell_back = scene.decode.counts.fell_back
+
+
+async def leave(here: Bench, worker: Worker, shell: WorkerShell, task: asyncio.Task[None]) -> None:
+    """Of a worker in this process."""
+    await here.stop(worker)
+    shell.stop()
+    shell.stop()
+    await task
+
+
+INSIDE: dict[str, Callable[[Bench, Row, dict[int, list[int]], int], Awaitable[None]]] = {
+    "a block corrupted on its way": corrupted,
+    "data link cut in mid-transfer": partial(data_link, "cut"),
+    "data link half-open in mid-transfer": partial(data_link, "freeze"),
+}
 
 
 def show(row: Row, base: Row) -> None:
@@ -380,11 +386,13 @@ def show(row: Row, base: Row) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--only", nargs="*", choices=list(OUTSIDE), help="instead of all")
+    parser.add_argument("--only", nargs="*", choices=[*OUTSIDE, *INSIDE], help="instead of all")
     args = parser.parse_args()
     print("| fault                                    | n   | lost | leaked | local | delay s | worst s | held s |")
     print("|---|---|---|---|---|---|---|---|")
-    uvloop.run(run(args.only or list(OUTSIDE), args.repeats))
+    wanted = args.only or [*OUTSIDE, *INSIDE]
+    outer = list(dict.fromkeys([next(iter(OUTSIDE)), *(name for name in wanted if name in OUTSIDE)]))
+    uvloop.run(run(outer, [name for name in wanted if name in INSIDE], args.repeats))
 
 
 if __name__ == "__main__":
