@@ -76,6 +76,7 @@ class MockedExecutor:
         self._numbers = 0
         self._stats: deque[dict[str, Any]] = deque(maxlen=1000)
         self._steps = 0
+        self._preemptions = 0
 
     async def start(self) -> EngineInfo:
         """Begin a life: nothing is cached, events count from 0."""
@@ -163,6 +164,7 @@ class MockedExecutor:
         raise AssertionError(error)
 
     def _iterated(self, load: LoadReport) -> None:
+        paused, self._preemptions = load.preemptions - self._preemptions, load.preemptions
         for timing in load.timings:
             self._steps += 1
             self._stats.append(
@@ -181,10 +183,11 @@ class MockedExecutor:
                         "numContextRequests": int(timing.num_prefill_tokens > 0),
                         "numCtxTokens": timing.num_prefill_tokens,
                         "numGenRequests": timing.num_decode_sequences,
-                        "numPausedRequests": 0,
+                        "numPausedRequests": paused,
                     },
                 }
             )
+            paused = 0
 
     def _stored(self, event: BlocksStored) -> None:
         blocks = []

@@ -1,6 +1,7 @@
 """The engine suite on TensorRT-LLM, attached by its URL and in the worker: our doubles of its server and of its API."""
 
 import json
+import sys
 from pathlib import Path
 
 import msgspec
@@ -9,8 +10,11 @@ import pytest
 from headwater.config.schema import EngineConfig
 from headwater.engines.attached.engine import AttachedEngine
 from headwater.engines.base import Engine, EngineInfo, EngineListener, ProgressSink
-from headwater.engines.conformance import VOCABULARY, EngineConformance
+from headwater.engines.conformance import SIZES, VOCABULARY, EngineConformance
+from headwater.engines.registry import create_engine
 from trtllm_double import TrtllmDouble
+from trtllm_llm import LLM, package
+from trtllm_model import Fabric
 
 
 class WithItsServer(AttachedEngine):
@@ -58,3 +62,20 @@ class TestAttachedTrtllm(TrtllmConformance):
         events = 4096 if sizes.enable_prefix_caching else 0
         own = msgspec.structs.replace(sizes, tokenizer=str(self.tokenizer))
         return WithItsServer(own, TrtllmDouble(self.mocker(sizes), events=events))
+
+
+class TestTrtllmInTheWorker(TrtllmConformance):
+    """Over a stand-in for TensorRT-LLM's own package."""
+
+    @pytest.fixture(autouse=True)
+    def _package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, module in package().items():
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(LLM, "made", [])
+        monkeypatch.setattr(LLM, "fabric", Fabric())
+
+    def create(self, sizes: EngineConfig) -> Engine:
+        LLM.mocker = self.mocker(SIZES)
+        blocks = ("--kv-cache-config.tokens-per-block", str(sizes.block_size))
+        own = msgspec.structs.replace(sizes, engine="trtllm", model="double", tokenizer=str(self.tokenizer))
+        return create_engine(msgspec.structs.replace(own, engine_args=blocks))

@@ -20,6 +20,7 @@ from headwater.config.words import flag_groups
 _SAID_TWICE: Mapping[str, Mapping[str, str]] = {
     "vllm": {"block_size": "--block-size", "max_num_seqs": "--max-num-seqs"},
     "sglang": {"block_size": "--page-size", "max_num_seqs": "--max-running-requests"},
+    "trtllm": {"block_size": "--kv-cache-config.tokens-per-block", "max_num_seqs": "--max-batch-size"},
 }
 """By engine. Ours have a default that is not the engine's: what was said must reach the engine even if it is equal."""
 

@@ -27,7 +27,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[str | None, _doc("Catalogue name, folder, GGUF file or hub id; none: the demo model.")] = None
     revision: Annotated[str | None, _doc("Hub revision (branch, tag or commit) to pin.")] = None
     served_model_name: Annotated[tuple[str, ...], _doc("Names the API answers to; the first is the main one.")] = ()
-    engine: Annotated[str, _doc("native, mocker, vllm, sglang, or a `headwater.engines` entry point.")] = "native"
+    engine: Annotated[str, _doc("native, mocker, vllm, sglang, trtllm or a `headwater.engines` entry point.")] = (
+        "native"
+    )
     tokenizer: Annotated[str | None, _doc("Folder or tokenizer.json when not beside the model.")] = None
     chat_template: Annotated[str | None, _doc("File with a Jinja template that replaces the model's own.")] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], _doc("Where to compute.")] = "auto"

@@ -23,6 +23,7 @@ _BUILT_IN = {
     "mocker": ("headwater.engines.mocker.engine", "MockerEngine"),
     "attached": ("headwater.engines.attached.engine", "AttachedEngine"),
     "vllm": ("headwater.engines.vllm.engine", "VllmEngine"),
+    "trtllm": ("headwater.engines.trtllm.engine", "TrtllmEngine"),
     "sglang": ("headwater.engines.sglang.engine", "SglangEngine"),
 }
 

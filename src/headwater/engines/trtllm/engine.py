@@ -1,0 +1,272 @@
+"""`TrtllmEngine`: TensorRT-LLM's `LLM` driven from the worker process, token ids in and out, no HTTP hop.
+
+A sequence is one `generate_async` with a task that reads it. KV events and iteration statistics are taken out of
+queues that this process alone reads. Batches are not invariant: a moved sequence goes on with what TensorRT-LLM makes
+of prompt and output so far.
+"""
+
+import asyncio
+import contextlib
+import logging
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headwater.config.schema import EngineConfig
+from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
+from headwater.engines.external import ExternalEngine, Gathered, OpenStream
+from headwater.engines.kv_feed.draining import Draining
+from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
+from headwater.engines.steps import PrefillProgress
+from headwater.engines.texts import texts_and_weights
+from headwater.engines.trtllm.arguments import TrtllmArguments, trtllm_arguments
+from headwater.engines.trtllm.describe import engine_info
+from headwater.engines.trtllm.installed import Installed, load_installed
+from headwater.engines.trtllm.outputs import OutputReader
+from headwater.engines.trtllm.sampling import trtllm_sampling
+from headwater.engines.trtllm_words import adapter_number, priority_of
+from headwater.errors import (
+    ConfigError,
+    EngineFailed,
+    HeadwaterError,
+    InvalidRequest,
+    ModelError,
+    WorkerLost,
+)
+from headwater.kv.identity import namespace
+from headwater.protocol.events import LoadReport
+from headwater.protocol.request import EngineRequest, SequenceOutput
+
+_log = logging.getLogger(__name__)
+
+_PULSE_S = 5.0
+"""Between two signs of life while TensorRT-LLM starts."""
+_WARM_TIMEOUT_S = 120.0
+_STATS_WAIT_S = 0.5
+_STATS_PAUSE_S = 0.05
+_HEALTH_S = 1.0
+_SHUTDOWN_TIMEOUT_S = 15.0
+
+
+class TrtllmEngine(ExternalEngine):
+    """See `headwater.engines.base.Engine`."""
+
+    def __init__(self, config: EngineConfig, placement: Placement = ALONE) -> None:
+        super().__init__(config)
+        self._installed: Installed | None = None
+        self._llm: Any = None
+        self._results: dict[int, tuple[Any, asyncio.Task[None]]] = {}
+        """TensorRT-LLM's handle of a sequence, and who reads it."""
+        self._gathered = Gathered(self.deliver)
+        self._progress = PrefillProgress()
+        self._stats: Mapping[str, Any] = {}
+        self._paused_requests = 0
+        self._draining_events: Draining | None = None
+
+    # ---- life
+
+    async def open_engine(self, progress: ProgressSink) -> EngineInfo:
+        installed = self._installed = await asyncio.to_thread(load_installed)
+        texts, model = await asyncio.to_thread(texts_and_weights, self.config, "trtllm", progress)
+        arguments = trtllm_arguments(self.config, model)
+        pulse = asyncio.create_task(_pulse(progress))
+        try:
+            self._llm = await asyncio.to_thread(_start, installed, arguments)
+            self._ends = list(texts.eos_token_ids)
+            self._stats = await asyncio.wait_for(self._warm(installed), _WARM_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EngineFailed(f"TensorRT-LLM computed nothing within {_WARM_TIMEOUT_S:.0f} s") from error
+        finally:
+            pulse.cancel()
+        self._adapters = arguments.adapters
+        info = engine_info(self.config, texts, self._llm, self._stats, list(arguments.adapters))
+        card = self._card = info.card
+        self._default_namespace = namespace(card.fingerprint, card.kv_layout)
+        self._kv_blocks, self._max_num_seqs = info.kv_blocks, info.max_num_seqs
+        if self.config.enable_prefix_caching:
+            self._follow_events()
+        self.spawn(self._read_stats())
+        self.spawn(self._watch_health())
+        progress(Progress("ready", detail=card.name))
+        return info
+
+    async def close_engine(self) -> None:
+        self.cancel(list(self._results))
+        if self._draining_events is not None:
+            await self._draining_events.close()
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(llm.shutdown), _SHUTDOWN_TIMEOUT_S)
+
+    async def _warm(self, installed: Installed) -> Mapping[str, Any]:
+        """One token, so that it is known to compute; then it says how many blocks it has."""
+        token = self._ends[0] if self._ends else 0
+        sampling = installed.SamplingParams(
+            end_id=-1, pad_id=0, max_tokens=1, temperature=0.0, top_k=1, detokenize=False, add_special_tokens=False
+        )
+        await self._llm.generate_async([token], sampling_params=sampling, streaming=False)
+        while True:
+            async for stats in self._llm.get_stats_async(_STATS_WAIT_S):
+                if stats.get("kvCacheStats"):
+                    return dict(stats)
+            await asyncio.sleep(_STATS_PAUSE_S)
+
+    def _follow_events(self) -> None:
+        card = self._card
+        translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
+        numbers = {adapter_number(folder): name for name, folder in self._adapters.items()}
+        self._draining_events = Draining(
+            "TensorRT-LLM", translator, self.tell, self._drain_events, card.block_size, numbers
+        )
+        self.spawn(self._draining_events.run())
+
+    async def _drain_events(self) -> list[Any]:
+        found: list[Any] = []
+        with contextlib.suppress(IndexError, asyncio.QueueEmpty):  # so it says that there are no more
+            async for event in self._llm.get_kv_cache_events_async(0):
+                found.append(event)  # noqa: PERF401 - what came before the end is kept
+        return found
+
+    # ---- work
+
+    def send(self, stream: OpenStream, tokens: "array[int]") -> None:
+        installed, request = self._installed, stream.request
+        assert installed is not None
+        sampling = trtllm_sampling(installed, request, self._ends, self._card.vocab_size)
+        try:
+            result = self._llm.generate_async(
+                tokens.tolist(), sampling_params=sampling, streaming=True, **self._options(installed, request)
+            )
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(f"TensorRT-LLM: {error}") from error
+        except RuntimeError as error:
+            raise WorkerLost(f"TensorRT-LLM takes nothing any more: {error}") from error
+        number = request.stream
+        reader = OutputReader(number, request.sampling.logprobs, frozenset(self._ends))
+        task = asyncio.get_running_loop().create_task(self._read(number, result, reader))
+        self._results[number] = (result, task)
+        if self._draining_events is not None:
+            self._draining_events.wake()
+
+    def cancel(self, streams: Sequence[int]) -> None:
+        for number in streams:
+            if (known := self._results.pop(number, None)) is not None:
+                result, task = known
+                task.cancel()
+                result.abort()
+
+    def load(self) -> LoadReport:
+        stats, totals = self._stats, self.totals
+        num_open = len(self.open)
+        # What is sent counts as running as far as the slots go, unless TensorRT-LLM has last said that some wait.
+        waiting = min(num_open, max(num_open - self._max_num_seqs, int(stats.get("numQueuedRequests", 0))))
+        kv = stats.get("kvCacheStats") or {}
+        return LoadReport(
+            num_running=num_open - waiting,
+            num_waiting=waiting,
+            waiting_prefill_tokens=sum(s.num_prompt_tokens for s in self.open.values() if not s.num_generated),
+            kv_blocks_total=self._kv_blocks,
+            kv_blocks_free=min(self._kv_blocks, int(kv.get("freeNumBlocks", 0))) if num_open else self._kv_blocks,
+            steps=totals.steps,
+            preemptions=totals.preemptions,
+            cached_tokens=totals.cached_tokens,
+            prompt_tokens=totals.prompt_tokens,
+            generated_tokens=totals.generated_tokens,
+        )
+
+    def _options(self, installed: Installed, request: EngineRequest) -> dict[str, Any]:
+        """Beside the sampling parameters. Raises `InvalidRequest`."""
+        options: dict[str, Any] = {}
+        if request.adapter is not None:
+            folder = self._adapters.get(request.adapter)
+            if folder is None:
+                known = ", ".join(self._adapters) or "none is loaded"
+                raise InvalidRequest(f"there is no adapter {request.adapter!r}: {known}")
+            options["lora_request"] = installed.LoRARequest(request.adapter, adapter_number(folder), folder)
+        salt = salt_of(request.namespace, self._own_namespace(request.adapter))
+        if salt is not None:
+            if not installed.takes("cache_salt"):
+                raise InvalidRequest(f"TensorRT-LLM {installed.version} takes no cache salt", param="cache_salt")
+            options["cache_salt"] = salt
+        if request.priority and installed.takes("priority"):
+            options["priority"] = priority_of(request.priority)
+        return options
+
+    def _own_namespace(self, adapter: str | None) -> bytes:
+        """That TensorRT-LLM keeps by itself."""
+        if adapter is None:
+            return self._default_namespace
+        return namespace(self._card.fingerprint, self._card.kv_layout, adapter=adapter)
+
+    # ---- what comes back
+
+    async def _read(self, number: int, result: Any, reader: OutputReader) -> None:
+        """Until the sequence ends, which is told exactly once."""
+        assert self._installed is not None
+        try:
+            async for step in result:
+                output = reader.read(step)
+                if output is not None:
+                    self._gathered.take(output)
+                    if output.finish_reason is not None:
+                        return
+            raise WorkerLost("TensorRT-LLM ended a sequence without saying why")
+        except HeadwaterError as error:
+            self._gathered.take(SequenceOutput.failed(number, error))
+        except self._installed.RequestError as error:
+            self._gathered.take(SequenceOutput.failed(number, WorkerLost(f"TensorRT-LLM: {error}")))
+        except (RuntimeError, AssertionError, ValueError) as error:
+            _log.error("reading a sequence of TensorRT-LLM failed", exc_info=error)
+            self._gathered.take(SequenceOutput.failed(number, WorkerLost(f"TensorRT-LLM failed: {error!r}")))
+        finally:
+            self._results.pop(number, None)
+
+    async def _read_stats(self) -> None:
+        """One reader, for good: what it takes is gone."""
+        while True:
+            async for stats in self._llm.get_stats_async(_STATS_WAIT_S):
+                self._on_iteration(stats)
+            await asyncio.sleep(_STATS_PAUSE_S)
+
+    def _on_iteration(self, stats: Mapping[str, Any]) -> None:
+        self._stats = stats
+        batch = stats.get("inflightBatchingStats") or {}
+        paused = int(batch.get("numPausedRequests", 0))
+        self.totals.preemptions += max(0, paused - self._paused_requests)
+        self._paused_requests = paused
+        computed = int(batch.get("numCtxTokens", 0)), int(batch.get("numGenRequests", 0))
+        if any(computed):
+            latency_ms = float(stats.get("iterLatencyMS", 0.0))
+            self.time_step(self._progress.timing(*computed, latency_ms, self.open))
+        self.note_changed()
+
+    async def _watch_health(self) -> None:
+        """The executor may die without a word to those who wait for it."""
+        check = getattr(self._llm, "_check_health", None)
+        while check is not None:
+            await asyncio.sleep(_HEALTH_S)
+            if not check():
+                self.fail(EngineFailed("TensorRT-LLM's executor has died"))
+                return
+
+
+def _start(installed: Installed, arguments: TrtllmArguments) -> Any:
+    """In a thread: loading takes minutes."""
+    try:
+        return installed.LLM(**arguments.llm)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"TensorRT-LLM: {error}", hint="flags are arguments of tensorrt_llm.LLM, with dashes"
+        ) from error
+    except (RuntimeError, OSError) as error:
+        raise ModelError(f"TensorRT-LLM did not start: {error}", hint="its own log, above, says why") from error
+
+
+async def _pulse(progress: ProgressSink) -> None:
+    """TensorRT-LLM does not say how far it is; a supervisor must hear that it lives."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while True:
+        progress(Progress("load", loop.time() - began, None, "s", "TensorRT-LLM is starting"))
+        await asyncio.sleep(_PULSE_S)
