@@ -40,7 +40,7 @@ def test_entry_points_add_engines_and_cannot_replace_built_in_ones(monkeypatch: 
     offer(monkeypatch, mine="headwater.engines.mocker.engine:MockerEngine", mocker="os:getcwd")
     assert registry.engine_factory("mine") is MockerEngine
     assert registry.engine_factory("mocker") is MockerEngine
-    assert registry.engine_names() == ["attached", "mine", "mocker", "native", "vllm"]
+    assert registry.engine_names() == ["attached", "mine", "mocker", "native", "sglang", "trtllm", "vllm"]
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
