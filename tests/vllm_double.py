@@ -51,6 +51,7 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
     structured_outputs: dict[str, Any] | None = None
     priority: int = 0
     cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class VllmDouble:
@@ -65,6 +66,9 @@ class VllmDouble:
         self.keeps_the_end = False
         """Answers break off before the event that says why they end."""
         self.tokenize_offset = 0
+        self.gives_tickets = False
+        """As with a connector that moves KV by itself."""
+        self.tickets: list[dict[str, Any]] = []
         self.bodies: list[dict[str, Any]] = []
         self._config = msgspec.structs.replace(config, engine="mocker", served_model_name=(MODEL,))
         self._folder = folder
@@ -244,10 +248,27 @@ class VllmDouble:
         self.bodies.append(json.loads(raw))
         stream = self._submit(body)
         try:
-            return await self._stream(request, body, stream)
+            return await (self._stream(request, body, stream) if body.stream else self._whole(body, stream))
         finally:
             if self._answers.pop(stream, None) is not None:
                 self._engine.abort([stream])
+
+    async def _whole(self, body: CompletionBody, stream: int) -> web.Response:
+        answers, outputs = self._answers[stream], list[SequenceOutput]()
+        while not outputs or outputs[-1].finish_reason is None:
+            outputs.append(await answers.get())
+        last = outputs[-1]
+        if last.error is not None:
+            error = {"message": last.error.message, "type": "x", "code": last.error.http_status}
+            return _json({"error": error}, last.error.http_status)
+        last.token_ids = [token for output in outputs for token in output.token_ids]
+        prompt = list(body.prompt) if isinstance(body.prompt, list) else None
+        document: dict[str, Any] = {"id": "cmpl-1", "choices": [_choice(last, prompt, body)]}
+        wanted = body.kv_transfer_params
+        if self.gives_tickets and wanted is not None and wanted["do_remote_decode"]:
+            self.tickets.append(_ticket(self.port, len(self.tickets), len(prompt or ())))
+            document["kv_transfer_params"] = self.tickets[-1]
+        return _json(document)
 
     async def _stream(self, request: web.Request, body: CompletionBody, stream: int) -> web.StreamResponse:
         answers = self._answers[stream]
@@ -308,6 +329,26 @@ class VllmDouble:
         packed = array("I", prompt).tobytes()
         self._engine.submit([EngineRequest(stream, f"double-{stream}", MODEL, packed, sampling, namespace=key)])
         return stream
+
+
+def _ticket(port: int, number: int, num_tokens: int) -> dict[str, Any]:
+    """As NIXL's connector (pull) of vLLM 0.32 gives it."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(range(1, 2 + num_tokens // 16))],
+        "remote_engine_id": f"engine-{port}",
+        "remote_request_id": f"cmpl-{number}",
+        "remote_host": "127.0.0.1",
+        "remote_port": port,
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": num_tokens,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "remote_prefill_cached_tokens": 0,
+    }
 
 
 def _choice(output: SequenceOutput, prompt: list[int] | None, body: CompletionBody) -> dict[str, Any]:

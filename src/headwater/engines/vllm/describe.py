@@ -64,6 +64,7 @@ def engine_info(
         max_num_batched_tokens=int(scheduler.max_num_batched_tokens),
         hardware=_hardware(vllm),
         batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
+        tickets=staging is None and vllm.kv_transfer_config is not None,
     )
 
 

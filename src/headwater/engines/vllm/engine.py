@@ -33,6 +33,7 @@ from headwater.engines.external import ExternalEngine, OpenStream
 from headwater.engines.kv_feed.following import Following
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
+from headwater.engines.kv_params import kv_transfer_params, ticket_of
 from headwater.engines.steps import PrefillProgress
 from headwater.engines.vllm.arguments import (
     VllmArguments,
@@ -231,7 +232,7 @@ class VllmEngine(ExternalEngine):
             return llm.input_processor.process_inputs(
                 name,
                 prompt,
-                vllm_sampling(request.sampling, num_resumed, params),
+                vllm_sampling(request.sampling, num_resumed, params if self._port else kv_transfer_params(request)),
                 self._tasks_supported,
                 arrival_time=request.arrival or None,
                 lora_request=self._adapter(request.adapter),
@@ -316,6 +317,8 @@ class VllmEngine(ExternalEngine):
             translated = sequence_output(number, output, first=first, logprobs=wanted)
             if not translated.token_ids and translated.finish_reason is None:
                 continue
+            if output.kv_transfer_params and stream.request.export is not None:
+                translated.ticket = ticket_of(output.kv_transfer_params)
             self._waiting.discard(number)
             if translated.finish_reason is not None:
                 self._drop(number)

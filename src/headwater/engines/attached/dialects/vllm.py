@@ -13,11 +13,13 @@ from headwater.engines.attached.dialects.base import Description, ServerLoad
 from headwater.engines.attached.http import Server, error_for
 from headwater.engines.attached.prometheus import samples, sums
 from headwater.engines.kv_feed.subscription import FeedAddress
+from headwater.engines.kv_params import kv_transfer_params, ticket_of
 from headwater.errors import EngineFailed, InvalidRequest, WorkerLost
 from headwater.protocol.request import EngineRequest, SequenceOutput, StructuredSpec, TokenLogprobs
 from headwater.types import TOKEN_ID_BYTES
 
 _METRICS = ("vllm:num_requests_", "vllm:kv_cache_usage_perc", "vllm:num_preemptions_total")
+_PATH = "/v1/completions"
 _TOKEN_MARK = "token_id:"
 
 
@@ -67,44 +69,68 @@ class VllmDialect:
         return cast("list[int]", answer["tokens"])
 
     def request(self, model: str, request: EngineRequest, tokens: Sequence[int], salt: str | None) -> tuple[str, bytes]:
-        params = request.sampling
-        num_resumed = len(request.resumed_tokens) // TOKEN_ID_BYTES
-        body: dict[str, Any] = {
-            "model": request.adapter or model,
-            "prompt": list(tokens),
-            "stream": True,
-            "return_token_ids": True,
-            "max_tokens": params.max_tokens - num_resumed,
-            "min_tokens": max(0, params.min_tokens - num_resumed),
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
-            "repetition_penalty": params.repetition_penalty,
-            "ignore_eos": params.ignore_eos and params.structured is None,
-        }
-        if not params.seed_drawn and params.temperature:
-            body["seed"] = params.seed + num_resumed
-        if params.stop_token_ids:
-            body["stop_token_ids"] = params.stop_token_ids
-        if params.logit_bias:
-            body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
-        if params.logprobs is not None:
-            body |= {"logprobs": params.logprobs, "return_tokens_as_token_ids": True}
-        if params.structured is not None:
-            if num_resumed:
-                raise InvalidRequest("vLLM cannot go on in the middle of a structured output", param="structured")
-            body["structured_outputs"] = _structured(params.structured)
-        if request.priority:
-            body["priority"] = -request.priority
-        if salt is not None:
-            body["cache_salt"] = salt
-        return "/v1/completions", msgspec.json.encode(body)
+        return _PATH, msgspec.json.encode({**_body(model, request, tokens, salt), "stream": True})
+
+    def prefill(
+        self, model: str, request: EngineRequest, tokens: Sequence[int], salt: str | None
+    ) -> tuple[str, dict[str, Any]]:
+        """Only an answer in one piece says where the KV is."""
+        return _PATH, _body(model, request, tokens, salt)
+
+    def prefilled(self, request: EngineRequest, answer: Any) -> SequenceOutput:
+        try:
+            whole = msgspec.convert(answer, _Whole)
+        except msgspec.ValidationError as error:
+            raise WorkerLost(f"the attached server sent what is no completion: {error}") from error
+        reader = self.reader(request)
+        output = reader.output(whole.choices[0], whole.usage) if whole.choices else None
+        if output is None or output.finish_reason is None:
+            raise WorkerLost("the attached server gave no token for a prompt")
+        if whole.kv_transfer_params:
+            output.ticket = ticket_of(whole.kv_transfer_params)
+        return output
 
     def reader(self, request: EngineRequest) -> "VllmReader":
         return VllmReader(request.stream, request.sampling.logprobs)
+
+
+def _body(model: str, request: EngineRequest, tokens: Sequence[int], salt: str | None) -> dict[str, Any]:
+    params = request.sampling
+    num_resumed = len(request.resumed_tokens) // TOKEN_ID_BYTES
+    body: dict[str, Any] = {
+        "model": request.adapter or model,
+        "prompt": list(tokens),
+        "return_token_ids": True,
+        "max_tokens": params.max_tokens - num_resumed,
+        "min_tokens": max(0, params.min_tokens - num_resumed),
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "ignore_eos": params.ignore_eos and params.structured is None,
+    }
+    if not params.seed_drawn and params.temperature:
+        body["seed"] = params.seed + num_resumed
+    if params.stop_token_ids:
+        body["stop_token_ids"] = params.stop_token_ids
+    if params.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    if params.logprobs is not None:
+        body |= {"logprobs": params.logprobs, "return_tokens_as_token_ids": True}
+    if params.structured is not None:
+        if num_resumed:
+            raise InvalidRequest("vLLM cannot go on in the middle of a structured output", param="structured")
+        body["structured_outputs"] = _structured(params.structured)
+    if request.priority:
+        body["priority"] = -request.priority
+    if salt is not None:
+        body["cache_salt"] = salt
+    if (kv_params := kv_transfer_params(request)) is not None:
+        body["kv_transfer_params"] = kv_params
+    return body
 
 
 class _Logprobs(msgspec.Struct):
@@ -134,6 +160,14 @@ class _Chunk(msgspec.Struct):
     error: dict[str, Any] | str | None = None
 
 
+class _Whole(msgspec.Struct):
+    """An answer in one piece."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
 class VllmReader:
     """See `AnswerReader`."""
 
@@ -155,9 +189,9 @@ class VllmReader:
             raise error_for(code if isinstance(code, int) else 500, event, {})
         if not chunk.choices:
             return None
-        return self._output(chunk.choices[0], chunk.usage)
+        return self.output(chunk.choices[0], chunk.usage)
 
-    def _output(self, choice: _Choice, usage: _Usage | None) -> SequenceOutput | None:
+    def output(self, choice: _Choice, usage: _Usage | None) -> SequenceOutput | None:
         token_ids = choice.token_ids or []
         reason, stop_token_id = choice.finish_reason, None
         told = None
