@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from openai_twin import demo_artifacts, demo_card
 class Running:
     frontend: Frontend
     port: int
+    store: MemoryStore
     registry: MemoryRegistry
     planes: InprocPlanes
     resolved: ResolvedModel
@@ -64,16 +66,24 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(resolved: ResolvedModel, patience_s: float = 30.0, **frontend: Any) -> AsyncIterator[Running]:
-    registry, planes = MemoryRegistry(MemoryStore()), InprocPlanes()
+async def running(
+    resolved: ResolvedModel,
+    patience_s: float = 30.0,
+    beside: Running | None = None,
+    meeting_folder: Path | None = None,
+    **frontend: Any,
+) -> AsyncIterator[Running]:
+    """`beside`: one more frontend of that one's cluster."""
+    store = MemoryStore() if beside is None else beside.store
+    registry, planes = MemoryRegistry(store), InprocPlanes() if beside is None else beside.planes
     config = ServeConfig(
         frontend=FrontendConfig(port=0, **frontend),
         router=RouterConfig(router_policy="least_loaded"),
         faults=FaultsConfig(migration_timeout=patience_s),
     )
-    made = Frontend(config, planes, registry)
+    made = Frontend(config, planes, registry, meeting_folder=meeting_folder)
     port = await made.start(share_port=False)
-    state = Running(made, port, registry, planes, resolved)
+    state = Running(made, port, store, registry, planes, resolved)
     try:
         yield state
     finally:

@@ -1,7 +1,11 @@
 """Clients that come back for an answer whose connection broke, over real sockets."""
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -177,5 +181,132 @@ def test_a_whole_answer_is_kept_too_and_others_are_not(demo_model: ResolvedModel
                 plain = await one.ask("POST", "/v1/chat/completions", STREAM, x_request_id="p")
                 assert b"id: 1\n" not in plain.body
                 assert len(it.frontend._resumption) == 1
+
+    uvloop.run(main())
+
+
+@contextlib.asynccontextmanager
+async def two_frontends(
+    resolved: ResolvedModel, folder: Path, **frontend: Any
+) -> AsyncIterator[tuple[Running, Running]]:
+    meeting = folder / "m"
+    async with (
+        running(resolved, meeting_folder=meeting, **frontend) as one,
+        running(resolved, beside=one, meeting_folder=meeting, **frontend) as other,
+    ):
+        yield one, other
+
+
+def test_a_client_that_comes_back_to_another_frontend_gets_the_rest_all_the_same(
+    demo_model: ResolvedModel, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with two_frontends(demo_model, tmp_path) as (one, other):
+            worker = await one.worker(answers=False)
+            await until(lambda: other.frontend.models.ready, 30)
+            seen = await broken_after(one, worker, 3)
+            async with other.connection() as again:
+                headers = {"x_request_id": "mine", "last_event_id": str(seen[-1][0])}
+                await again.send("POST", "/v1/chat/completions", STREAM, **headers)
+                await until(lambda: one.frontend.dispatcher.faults.resumed == 1)
+                generate(worker, 3, 6, end=True)
+                reply = await again.read()
+            rest = events_of(reply.body)
+            assert [number for number, _ in seen + rest] == list(range(1, len(seen) + len(rest) + 1))
+            assert rest[-1][1] == "[DONE]"
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            assert reply.headers["x-request-id"] == "mine"
+            async with other.connection() as twice:
+                same = await twice.ask("POST", "/v1/chat/completions", STREAM, x_request_id="mine", last_event_id="0")
+                assert texts(events_of(same.body)) == texts(seen + rest), "the same first request, sent twice"
+            assert len(worker.requests) == 1
+            assert len(other.frontend._resumption) == 0
+
+    uvloop.run(main())
+
+
+def test_whole_answers_and_unknown_ones_at_another_frontend(demo_model: ResolvedModel, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with two_frontends(demo_model, tmp_path) as (one, other):
+            worker = await one.worker()
+            await until(lambda: other.frontend.models.ready, 30)
+            (tmp_path / "m" / "dead.sock").touch()
+            asked = {"x_request_id": "w", "last_event_id": "0"}
+            first = await one.ask("POST", "/v1/chat/completions", CHAT, **asked)
+            again = await other.ask("POST", "/v1/chat/completions", CHAT, **asked)
+            assert (again.status, again.body) == (200, first.body)
+            assert len(worker.requests) == 1
+            lost = await other.ask("POST", "/v1/chat/completions", CHAT, x_request_id="nobody", last_event_id="3")
+            assert lost.status == 404
+            fresh = await other.ask("POST", "/v1/chat/completions", CHAT, x_request_id="new", last_event_id="0")
+            assert fresh.status == 200
+            assert len(worker.requests) == 2
+            assert len(other.frontend._resumption) == 1, "who was asked first keeps it"
+
+    uvloop.run(main())
+
+
+def test_a_client_that_leaves_again_at_another_frontend_lets_the_answer_expire(
+    demo_model: ResolvedModel, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with two_frontends(demo_model, tmp_path) as (one, other):
+            one.frontend._resumption.limits = ResumptionLimits(keep_s=0.3)
+            worker = await one.worker(answers=False)
+            await until(lambda: other.frontend.models.ready, 30)
+            seen = await broken_after(one, worker, 2)
+            async with other.connection() as again:
+                headers = {"x_request_id": "mine", "last_event_id": str(seen[-1][0])}
+                await again.send("POST", "/v1/chat/completions", STREAM, **headers)
+                await until(lambda: one.frontend.dispatcher.faults.resumed == 1)
+                await asyncio.sleep(0.5)
+                assert worker.aborted == [], "it has a connection"
+            await until(lambda: worker.aborted == [worker.requests[0].stream])
+
+    uvloop.run(main())
+
+
+def test_keys_hold_behind_the_back_door_too(demo_model: ResolvedModel, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with two_frontends(demo_model, tmp_path, api_key=("first-key", "second-key")) as (one, other):
+            worker = await one.worker()
+            await until(lambda: other.frontend.models.ready, 30)
+            asked = {"x_request_id": "w", "last_event_id": "0", "authorization": "Bearer first-key"}
+            first = await one.ask("POST", "/v1/chat/completions", CHAT, **asked)
+            assert first.status == 200
+            theirs = await other.ask("POST", "/v1/chat/completions", CHAT, **asked)
+            assert theirs.body == first.body
+            asked["authorization"] = "Bearer second-key"
+            stranger = await other.ask("POST", "/v1/chat/completions", CHAT, **asked)
+            assert stranger.status == 200
+            assert len(worker.requests) == 2, "another tenant's answer is nobody else's"
+            (door,) = [path for path in (tmp_path / "m").iterdir() if one.frontend._neighbours._own == path]
+            reader, writer = await asyncio.open_unix_connection(str(door))
+            reply = await Connection(reader, writer).ask("POST", "/v1/chat/completions", CHAT, last_event_id="0")
+            assert reply.status == 401
+            writer.close()
+
+    uvloop.run(main())
+
+
+def test_a_frontend_that_was_succeeded_stays_for_those_who_may_come_back(
+    demo_model: ResolvedModel, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with two_frontends(demo_model, tmp_path) as (one, other):
+            worker = await one.worker(answers=False)
+            await until(lambda: other.frontend.models.ready, 30)
+            seen = await broken_after(one, worker, 2)
+            leaving = asyncio.ensure_future(one.frontend.stop(20.0, succeeded=True))
+            await asyncio.sleep(0.2)
+            async with other.connection() as again:
+                headers = {"x_request_id": "mine", "last_event_id": str(seen[-1][0])}
+                await again.send("POST", "/v1/chat/completions", STREAM, **headers)
+                await until(lambda: one.frontend.dispatcher.faults.resumed == 1)
+                generate(worker, 2, 6, end=True)
+                assert events_of((await again.read()).body)[-1][1] == "[DONE]"
+            assert not leaving.done(), "it may be asked once more"
+            one.frontend._resumption.close()
+            await asyncio.wait_for(leaving, 10)
 
     uvloop.run(main())

@@ -351,6 +351,11 @@ def test_what_goes_on_for_a_client_that_left_is_charged_and_belongs_to_its_key(
             async with it.connection() as thief:
                 await thief.send("POST", CHAT_PATH, stream, **bearer(other), **resumable)
                 await until(lambda: len(worker.requests) == 2)
+            async with it.connection() as again:
+                resumable["last_event_id"] = "1"
+                await again.send("POST", CHAT_PATH, stream, **bearer(key), **resumable)
+                await until(lambda: it.frontend.dispatcher.faults.resumed == 1)
+            assert account.own_in_progress == 1, "coming back for an answer is not one more request"
             worker.step(SequenceOutput(worker.requests[0].stream, [506] * 20, "length"))
             await until(lambda: account.own_in_progress == 0)
             assert account.since_start.output_tokens == 22

@@ -47,6 +47,8 @@ class Application:
         self.draining = False
         self.check_early: Callable[[str], None] = _let_pass
         """Told the tenant before anything is done for a request. Raises `Overloaded`."""
+        self.comes_back: Callable[[HttpRequest], bool] = _starts_something
+        """Whether a request asks for the rest of an answer, which was let in before."""
         self._routes = RouteTable(routes)
         self._tenancy = tenancy
         self._usage_of = usage_of
@@ -70,7 +72,7 @@ class Application:
         record = self._records.begin(request, route.path)
         try:
             self._let_in(request, route, record)
-            if route.generates:
+            if route.generates and not self.comes_back(request):
                 self._admit(record)
         except HeadwaterError as error:
             self._note_refusal(request, error)
@@ -131,6 +133,10 @@ class Application:
 
 def _let_pass(_tenant: str) -> None:
     """Until somebody knows better."""
+
+
+def _starts_something(_request: HttpRequest) -> bool:
+    return False
 
 
 def _write_line(

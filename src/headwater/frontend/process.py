@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from headwater.clock import Clock, RealClock
-from headwater.config.schema import FrontendConfig, ServeConfig
+from headwater.config.schema import FrontendConfig, RuntimeConfig, ServeConfig
 from headwater.errors import ConfigError
 from headwater.frontend.admin import AdminPages, FrontendState
 from headwater.frontend.app import Application
@@ -29,11 +29,13 @@ from headwater.frontend.artifacts import ArtifactCache
 from headwater.frontend.cluster import Cluster
 from headwater.frontend.decision_pages import DecisionPages
 from headwater.frontend.dispatcher import ClusterDispatcher
+from headwater.frontend.http.base import HttpRequest, Responder
 from headwater.frontend.http.limits import HttpLimits
 from headwater.frontend.http.server import HttpServer
 from headwater.frontend.http.tls import open_tls
 from headwater.frontend.metrics import FrontendMetrics, MetricsPage
 from headwater.frontend.models import ModelSet
+from headwater.frontend.neighbours import Neighbours, accept_from_neighbour, folder_for
 from headwater.frontend.openai.serving import RelayedModel, ServedModel, build_model, openai_routes
 from headwater.frontend.plan_pages import PlanPages
 from headwater.frontend.planning import Planning
@@ -44,7 +46,7 @@ from headwater.frontend.routes import Route
 from headwater.frontend.routing import build_router, dispatch_limits, planning_settings, vigil_limits
 from headwater.frontend.tenants.admission import TenantAdmission, usage_of
 from headwater.frontend.tenants.tenancy import Tenancy, check_public
-from headwater.runtime.endpoints import is_loopback
+from headwater.runtime.endpoints import default_run_folder, is_loopback
 from headwater.runtime.planes import Planes, open_planes
 from headwater.runtime.registry.base import Registry
 from headwater.runtime.registry.open import open_registry
@@ -57,6 +59,7 @@ _MIN_DESCRIPTORS = 512
 _PARTIAL_BODIES_BYTES = 64 * 1024 * 1024
 _LOOK_AROUND_S = 30.0
 _LOOK_S = 0.02
+_BACK_DOOR_S = 1.0
 _GC_THRESHOLD = 50_000
 _SWITCH_INTERVAL_S = 0.0005
 """How long the loop waits for a thread that is at work on a long prompt: a tenth of the default."""
@@ -74,8 +77,10 @@ class Frontend:
         registry: Registry,
         *,
         cache_folder: Path | None = None,
+        meeting_folder: Path | None = None,
         on_built: Callable[[], None] = lambda: None,
     ) -> None:
+        """`meeting_folder`: where frontends of this host find each other; None: this one is alone."""
         limit = config.frontend.max_concurrent_requests
         frontend_id = f"fe-{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         records = OpenRequests()
@@ -118,7 +123,9 @@ class Frontend:
             planning_settings(config.disaggregation),
         )
         self.dispatcher.prefills.is_loose = self.planning.is_loose
-        self._resumption = Resumption(ResumptionLimits(config.faults.resume_time), metrics.faults)
+        keeps = config.faults.resume_time > 0 and meeting_folder is not None
+        self._neighbours = Neighbours(meeting_folder, frontend_id) if keeps and meeting_folder is not None else None
+        self._resumption = Resumption(ResumptionLimits(config.faults.resume_time), metrics.faults, self._neighbours)
         routes = [*self._admin_routes(frontend_id, metrics), *self._api_routes()]
         self.application = Application(
             routes,
@@ -129,13 +136,12 @@ class Frontend:
             max_concurrent_requests=limit,
         )
         self.application.check_early = self.dispatcher.check_early
+        self.application.comes_back = self._resumption.comes_back
+        limits, on_answered = http_limits(config.frontend), self.application.on_answered
         self.server = HttpServer(
-            self.application,
-            http_limits(config.frontend),
-            cors=config.frontend.cors,
-            on_answered=self.application.on_answered,
-            tls=open_tls(config.frontend),
+            self.application, limits, cors=config.frontend.cors, on_answered=on_answered, tls=open_tls(config.frontend)
         )
+        self._back_door = HttpServer(self._answer_neighbour, limits, on_answered=on_answered)
 
     def _admin_routes(self, frontend_id: str, metrics: FrontendMetrics) -> list[Route]:
         state = FrontendState(
@@ -164,6 +170,10 @@ class Frontend:
             for spec in offered
         ]
 
+    def _answer_neighbour(self, request: HttpRequest, responder: Responder) -> Awaitable[None] | None:
+        accept_from_neighbour(request)
+        return self.application(request, responder)
+
     async def start(self, *, share_port: bool = False, listen_fds: Sequence[int] = ()) -> int:
         """Listen and begin to look for workers; returns the port.
 
@@ -171,6 +181,7 @@ class Frontend:
         """
         frontend = self._config.frontend
         self.tenancy.start()
+        await self._open_back_door()
         if listen_fds:
             self._follow()
             await self._look_around()
@@ -181,6 +192,14 @@ class Frontend:
             raise _cannot_listen(frontend, error) from error
         self._follow()
         return port
+
+    async def _open_back_door(self) -> None:
+        """Without it, clients that come back have to come back here."""
+        if self._neighbours is not None:
+            try:
+                await self._back_door.start_on([self._neighbours.listen()])
+            except (OSError, ConfigError) as error:
+                logger.warning("other frontends cannot ask this one for answers it keeps: %s", error)
 
     def _follow(self) -> None:
         self.cluster.start()
@@ -196,11 +215,19 @@ class Frontend:
         workers = [worker for worker in self.view.workers if worker.instance.state == "ready"]
         return self.models.synced and (not workers or (self.models.ready and all(w.connected for w in workers)))
 
-    async def stop(self, timeout_s: float) -> bool:
-        """Accept nothing more, let what came end, leave. True when all ended in time."""
+    async def stop(self, timeout_s: float, *, succeeded: bool = False) -> bool:
+        """Accept nothing more, let what came end, leave. True when all ended in time.
+
+        `succeeded`: another frontend has the port now, and may be asked for answers that are kept here.
+        """
         self.application.draining = True
         complete = await self.server.stop(timeout_s)
+        if succeeded and self._neighbours is not None:
+            await self._resumption.settle(timeout_s)
         self._resumption.close()
+        if self._neighbours is not None:
+            self._neighbours.close()
+            await self._back_door.stop(min(timeout_s, _BACK_DOOR_S))
         await self.planning.close()
         await self.cluster.close()
         await self._subscriber.close()
@@ -248,7 +275,14 @@ async def run_frontend(
     planes = open_planes(config.runtime)
     registry = open_registry(config.runtime.registry)
     try:
-        frontend = Frontend(config, planes, registry, cache_folder=default_cache_folder(), on_built=settle_memory)
+        frontend = Frontend(
+            config,
+            planes,
+            registry,
+            cache_folder=default_cache_folder(),
+            meeting_folder=folder_for(default_run_folder(), config.runtime.registry),
+            on_built=settle_memory,
+        )
         await _serve(
             frontend, config, lambda: frontend.start(share_port=share_port, listen_fds=listen_fds), on_listening
         )
@@ -271,8 +305,7 @@ async def _serve(
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         succeeded = await stop.get() == signal.SIGUSR1
         logger.info("draining: %d requests in progress", frontend.application.num_generating)
-        runtime = config.runtime
-        await _drain(frontend, stop, runtime.handover_timeout if succeeded else runtime.drain_timeout)
+        await _drain(frontend, stop, config.runtime, succeeded=succeeded)
     finally:
         await frontend.stop(0.0)
 
@@ -282,8 +315,9 @@ def default_cache_folder() -> Path:
     return Path(base) / "headwater" / "artifacts"
 
 
-async def _drain(frontend: Frontend, stop: asyncio.Queue[int], timeout_s: float) -> None:
-    draining = asyncio.ensure_future(frontend.stop(timeout_s))
+async def _drain(frontend: Frontend, stop: asyncio.Queue[int], runtime: RuntimeConfig, *, succeeded: bool) -> None:
+    timeout_s = runtime.handover_timeout if succeeded else runtime.drain_timeout
+    draining = asyncio.ensure_future(frontend.stop(timeout_s, succeeded=succeeded))
     again = asyncio.ensure_future(stop.get())
     done, _ = await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)
     again.cancel()

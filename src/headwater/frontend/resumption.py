@@ -3,7 +3,8 @@
 A request with the header `Last-Event-ID` (`0` at first) gets numbered events (`id: 7`). When its connection breaks the
 answer goes on, for so long; the same request with the same `x-request-id` and the last number seen gets the rest, and
 one that is sent twice by mistake gets the same answer. What is kept is bounded: the newest events of each answer, all
-answers together, and the time. Answers without the header are not kept and end with their connection.
+answers together, and the time. Answers without the header are not kept and end with their connection. What is not kept
+here may be kept by another frontend of this host (`headwater.frontend.neighbours`).
 """
 
 import asyncio
@@ -16,9 +17,11 @@ from headwater.frontend.fault_metrics import FaultMetrics
 from headwater.frontend.http.base import Handler, Headers, HttpRequest, Responder
 from headwater.frontend.http.exchange import call_guarded
 from headwater.frontend.http.replies import Reply, error_reply, reply_for
+from headwater.frontend.neighbours import NOT_KEPT, Neighbours
 
 _HEADER = b"last-event-id"
 _MAX_DIGITS = 12
+_LOOK_S = 0.1
 Key = tuple[str, str, str]
 """Tenant, key and request id."""
 
@@ -185,8 +188,9 @@ class KeptAnswer:
 class Resumption:
     """All kept answers of a frontend."""
 
-    def __init__(self, limits: ResumptionLimits, metrics: FaultMetrics) -> None:
+    def __init__(self, limits: ResumptionLimits, metrics: FaultMetrics, neighbours: Neighbours | None = None) -> None:
         self.limits = limits
+        self._neighbours = neighbours
         self._metrics = metrics
         self._kept: dict[Key, KeptAnswer] = {}
         self.total_bytes = 0
@@ -203,20 +207,51 @@ class Resumption:
                 return handler(request, responder)
             try:
                 after = _event_number(given)
-                known = self._kept.get(_key(request, request.headers.get(b"x-request-id", b"").decode("latin-1")))
+                known = self._kept.get(_asked_key(request))
                 if known is not None:
                     known.attach(responder, after)
                     self._metrics.resumed += 1
                     return None
-                if after:
-                    _unknown(request).send_to(responder)
-                    return None
             except HeadwaterError as error:
                 reply_for(error).send_to(responder)
                 return None
-            return handler(request, self._keep(_key(request, request.request_id), responder))
+            if self._neighbours is not None and not request.forwarded and b"x-request-id" in request.headers:
+                return self._ask_neighbours(self._neighbours, request, responder, handler)
+            return self._not_kept(request, responder, handler)
 
         return handle
+
+    def comes_back(self, request: HttpRequest) -> bool:
+        """Whether it asks for the rest of an answer, and starts nothing."""
+        given = request.headers.get(_HEADER)
+        if given is None or not self.limits.keep_s:
+            return False
+        return request.forwarded or given.strip(b"0") != b"" or _asked_key(request) in self._kept
+
+    async def settle(self, within_s: float) -> None:
+        """Until nobody may come back any more: no longer than answers are kept."""
+        deadline = asyncio.get_running_loop().time() + min(within_s, self.limits.keep_s)
+        while self._kept and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 - they end in many ways
+            await asyncio.sleep(_LOOK_S)
+
+    async def _ask_neighbours(
+        self, neighbours: Neighbours, request: HttpRequest, responder: Responder, handler: Handler
+    ) -> None:
+        if await neighbours.relay(request, responder):
+            return
+        answering = self._not_kept(request, responder, handler)
+        if answering is not None:
+            await answering
+
+    def _not_kept(self, request: HttpRequest, responder: Responder, handler: Handler) -> Awaitable[None] | None:
+        """The first request of an answer, or one that comes too late or to the wrong frontend."""
+        if request.forwarded:
+            error_reply(NOT_KEPT, "not kept here", code="answer_not_kept").send_to(responder)
+        elif _event_number(request.headers[_HEADER]):
+            _unknown(request).send_to(responder)
+        else:
+            return handler(request, self._keep(_key(request, request.request_id), responder))
+        return None
 
     def forget(self, key: Key) -> None:
         self._kept.pop(key, None)
@@ -251,6 +286,10 @@ def _event_number(given: bytes) -> int:
             f"Last-Event-ID is {given[:40]!r}, expected the number of an event, 0 at first", param="Last-Event-ID"
         )
     return int(given)
+
+
+def _asked_key(request: HttpRequest) -> Key:
+    return _key(request, request.headers.get(b"x-request-id", b"").decode("latin-1"))
 
 
 def _key(request: HttpRequest, request_id: str) -> Key:

@@ -31,6 +31,8 @@ class HttpRequest:
     """Who asks; filled in by the application."""
     received: float = 0.0
     """Monotonic seconds when the request was complete."""
+    forwarded: bool = False
+    """By another frontend of this host, for a client that came back there."""
 
 
 class Responder(Protocol):

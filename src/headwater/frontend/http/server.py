@@ -80,12 +80,14 @@ class HttpServer:
         port = 0
         for sock in sockets:
             _set_options(sock)
-            port = sock.getsockname()[1]
+            port = 0 if sock.family == socket.AF_UNIX else sock.getsockname()[1]
             self._listeners.append(await self._listen(sock))
         self._tick()
         return port
 
     async def _listen(self, sock: socket.socket) -> asyncio.Server:
+        if sock.family == socket.AF_UNIX:
+            return await self._loop.create_unix_server(lambda: Connection(self), sock=sock, backlog=_BACKLOG)
         if self._tls is None:
             return await self._loop.create_server(lambda: Connection(self), sock=sock, backlog=_BACKLOG)
         return await self._loop.create_server(
@@ -270,6 +272,8 @@ def _set_options(sock: socket.socket) -> None:
     """Those that accepted connections inherit."""
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    if sock.family == socket.AF_UNIX:
+        return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _USER_TIMEOUT_MS // 1000)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
