@@ -16,6 +16,7 @@
     │  └─ DeadlineExceeded 504
     ├─ WorkerError         502
     │  ├─ EngineFailed             the engine reported a failure
+    │  ├─ HandoffFailed            another worker has not prefilled it, and this one cannot: begin again with a third
     │  ├─ WorkerLost               the process or the connection died (the peer broke it)
     │  └─ ProtocolError            the other side speaks another version or sent garbage
     ├─ TransferError       502     the bytes did not arrive: take another source or compute them again
@@ -144,6 +145,10 @@ class EngineFailed(WorkerError):
 
 class WorkerLost(WorkerError):
     code = "worker_lost"
+
+
+class HandoffFailed(WorkerError):
+    code = "handoff_failed"
 
 
 class ProtocolError(WorkerError):

@@ -115,6 +115,12 @@ class EngineInfo:
     hardware: str
     batch_invariant: bool
     """Whether output is bit-identical whatever else runs, so that a moved stream continues token for token."""
+    role: Role | None = None
+    """The only one it can have; None: any."""
+    paired: bool = False
+    """Whether it moves KV to one like it, which gets the request at the same time (`Pairing`)."""
+    bootstrap: str = ""
+    """`HOST:PORT` where it listens for the other one."""
     tickets: bool = False
     """Whether it moves KV to others of its kind by itself: `export` ends with a ticket, which another one takes."""
 

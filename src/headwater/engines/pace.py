@@ -44,6 +44,8 @@ class Pace:
         return StepTiming(0, 0, len(burst), context, (now - last) * 1e3)
 
     def _prefill(self, stream: OpenStream, now: float) -> StepTiming | None:
+        if stream.request.prefill is not None:
+            return None  # computed elsewhere
         cached = stream.request.expected_cached_tokens
         new = stream.num_prompt_tokens - cached
         if not 0 < new <= self._chunk_tokens:

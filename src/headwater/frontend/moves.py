@@ -14,7 +14,7 @@ are passed over.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headwater.errors import Draining, EngineFailed, HeadwaterError, NoWorkers, WorkerError, WorkerLost
+from headwater.errors import Draining, EngineFailed, HandoffFailed, HeadwaterError, NoWorkers, WorkerError, WorkerLost
 from headwater.frontend.fault_metrics import FaultMetrics
 from headwater.frontend.journal import DecisionJournal
 from headwater.frontend.placing import Placer
@@ -77,7 +77,7 @@ class Moves:
         """Its worker ended it with an error, and lives."""
         if stream not in self._streams:
             return
-        if isinstance(error, Draining):
+        if isinstance(error, Draining | HandoffFailed):
             self._move(stream, error, now)
         elif not error.retryable:
             self._fail(stream, error)
@@ -134,8 +134,9 @@ class Moves:
 
     def _leave(self, stream: Stream, error: HeadwaterError) -> None:
         if stream.connection is not None:
-            stream.refused_by += (stream.connection.worker_id,)
-            self._journal.detour(stream.submission.record, stream.connection.worker_id, error.message)
+            culprit = _culprit(stream, stream.connection.worker_id, error)
+            stream.refused_by += (culprit,)
+            self._journal.detour(stream.submission.record, culprit, error.message)
         self._placer.leave(stream)
         stream.why_moved = error.message
         self._streams.renumber(stream)
@@ -158,6 +159,13 @@ class Moves:
         del self._waiting[stream]
         stream.wait_until = None
         self._metrics.moved += stream.moves > 0
+
+
+def _culprit(stream: Stream, worker_id: str, error: HeadwaterError) -> str:
+    """The worker that is not to be asked again: of a hand-off that failed it is the one that was to prefill."""
+    if isinstance(error, HandoffFailed) and stream.request.prefill is not None:
+        return stream.request.prefill.worker_id
+    return worker_id
 
 
 def _nowhere(stream: Stream, waited_s: float) -> HeadwaterError:

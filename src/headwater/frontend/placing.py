@@ -58,7 +58,7 @@ class Placer:
         route = _route_of_rest(stream, now)
         worker, decision = self._router.route(route, submission.model, stream.refused_by)
         connection = self._connection_to(worker)
-        choice = self._prefills.choose(route, worker)
+        choice = self._prefills.choose(route, worker, stream.refused_by)
         self._prefills.name(choice, [stream.request])
         submission.record.prefill = choice
         stream.request.expected_cached_tokens = decision.cached_tokens

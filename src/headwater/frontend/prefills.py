@@ -6,6 +6,7 @@ are booked for their part.
 
 from collections.abc import Callable, Sequence
 
+from headwater.errors import NoWorkers
 from headwater.protocol.request import EngineRequest, RemotePrefill
 from headwater.router.disagg import DisaggSettings, PrefillChoice, choose_prefill
 from headwater.router.request import RouteRequest
@@ -21,10 +22,14 @@ class Prefills:
         self._view = view
         self._settings = settings
 
-    def choose(self, asked: RouteRequest, decoder: WorkerView) -> PrefillChoice | None:
-        """None where there is no choice."""
-        prefillers = self._prefillers(asked.fingerprint, decoder)
+    def choose(self, asked: RouteRequest, decoder: WorkerView, refused_by: Sequence[str] = ()) -> PrefillChoice | None:
+        """None where there is no choice. Raises `NoWorkers` where there has to be one."""
+        prefillers = [
+            worker for worker in self._prefillers(asked.fingerprint, decoder) if worker.worker_id not in refused_by
+        ]
         if not prefillers:
+            if decoder.instance.paired:
+                raise NoWorkers(f"worker {decoder.worker_id} computes no prompts, and no other one does")
             return None
         return choose_prefill(self._settings, asked, decoder, prefillers, self.is_loose(asked.fingerprint))
 
@@ -54,6 +59,7 @@ class Prefills:
             expected_ms=option.own_ms + option.handoff_ms,
             expected_cached_tokens=option.cached_tokens,
             frontend_id=self._view.frontend_id,
+            bootstrap=worker.instance.bootstrap,
             here_ms=choice.options[0].total_ms,
         )
 
@@ -65,4 +71,5 @@ class Prefills:
             for worker in self._view.prefillers(fingerprint)
             if worker is not decoder
             and (worker.instance.card.kv_layout, worker.instance.card.dtype) == (card.kv_layout, card.dtype)
+            and worker.instance.paired == decoder.instance.paired
         ]

@@ -2,23 +2,24 @@
 
 Requests that name a prefill worker go through here to the engine, and those of other workers that want their blocks are
 announced here; an engine without a KV port computes the former itself and refuses the latter. Engines that move KV by
-themselves exchange tickets instead.
+themselves exchange tickets instead, or get their requests in pairs.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headwater.engines.base import Engine, EngineInfo
-from headwater.errors import InvalidRequest
+from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.handoff.decode import DecodeSide
 from headwater.handoff.layout import check_layouts
 from headwater.handoff.mover import make_mover
+from headwater.handoff.paired import PairedSide
 from headwater.handoff.peers import OpenLink
 from headwater.handoff.prefill import PrefillSide, SendToReader
 from headwater.handoff.tickets import TicketSide
 from headwater.protocol.events import HandoffCounts, LoadReport
-from headwater.protocol.request import EngineRequest
+from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.transfer.options import AgentOptions
 
 
@@ -37,10 +38,15 @@ class Handoffs:
         self._decode: DecodeSide | None = None
         self._prefill: PrefillSide | None = None
         self._tickets: TicketSide | None = None
+        self._paired: PairedSide | None = None
+        self.on_failed: Callable[[int, HeadwaterError], None] = _ignore
+        """Told of streams that cannot be handed over and have to end, here and at the engine."""
         self._card = card = info.card
         port = engine.kv
         if port is None and info.tickets:
             self._tickets = TicketSide(engine, card, open_link)
+        if port is None and info.paired:
+            self._paired = PairedSide(engine.submit, open_link, lambda stream, error: self.on_failed(stream, error))
         if port is not None:
             self._mover = make_mover(name, port.blocks, asyncio.get_running_loop(), options)
             self._decode = DecodeSide(port, self._mover, card, open_link)
@@ -48,7 +54,7 @@ class Handoffs:
 
     def load(self, request: EngineRequest) -> bool:
         """Take a request that another worker is to prefill; False: it is one like any other here."""
-        taker = self._decode or self._tickets
+        taker = self._decode or self._tickets or self._paired
         if request.prefill is None or taker is None:
             return False
         taker.submit(request)
@@ -56,8 +62,14 @@ class Handoffs:
 
     def abort(self, streams: Sequence[int]) -> None:
         """To be told of all aborts that the engine is told of."""
-        if self._tickets is not None:
-            self._tickets.abort(streams)
+        for side in (self._tickets, self._paired):
+            if side is not None:
+                side.abort(streams)
+
+    def stepped(self, outputs: list[SequenceOutput]) -> None:
+        """What the engine says, before it is passed on."""
+        if self._paired is not None:
+            self._paired.stepped(outputs)
 
     def export(self, peer: bytes, stream: int, request: EngineRequest) -> None:
         """A request whose blocks a peer reads, which calls it `stream`, is about to go to the engine.
@@ -88,6 +100,9 @@ class Handoffs:
         if (tickets := self._tickets) is not None:
             moved = HandoffCounts(tickets.done, tickets.fell_back, 0, 0)
             return moved if tickets.done or tickets.fell_back else None
+        if (paired := self._paired) is not None:
+            moved = HandoffCounts(paired.done, paired.failed, 0, 0)
+            return moved if paired.done or paired.failed else None
         decode, prefill = self._decode, self._prefill
         if decode is None or prefill is None:
             return None
@@ -104,7 +119,13 @@ class Handoffs:
         """To be called once the engine is closed: what still moves is broken off."""
         if self._tickets is not None:
             await self._tickets.close()
+        if self._paired is not None:
+            await self._paired.close()
         if self._decode is not None and self._prefill is not None:
             await self._decode.close()
             self._prefill.close()
             await asyncio.to_thread(self._mover.close)
+
+
+def _ignore(_stream: int, _error: HeadwaterError) -> None:
+    """Nobody listens."""

@@ -78,5 +78,10 @@ class Instance(msgspec.Struct, frozen=True, omit_defaults=True):
     max_num_batched_tokens: int = 0
     hardware: str = ""
     """Class of hardware, for pooling time models, e.g. `cpu-epyc-avx2-1t`."""
+    paired: bool = False
+    """Its engine moves KV to one like it, which got the request with it: a decode worker of this kind computes no
+    prompt, a prefill worker nothing else."""
+    bootstrap: str = ""
+    """`HOST:PORT` where the engine of a paired prefill worker listens for the other one."""
     adaptive: bool = False
     """Whether its role may be changed by frontends (`SetRole`), as traffic asks for."""

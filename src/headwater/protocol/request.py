@@ -69,8 +69,22 @@ class RemotePrefill(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the prompt, at that worker."""
     frontend_id: str = ""
     """Who chose it, and counts with it."""
+    bootstrap: str = ""
+    """`HOST:PORT` where its engine listens, for engines that move KV in pairs."""
     here_ms: float = 0.0
     """Price of computing the prompt at the worker that gets the request instead; 0: no idea."""
+
+
+class Pairing(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the engines of a prefill and a decode worker, which both get a request, find each other to move its KV."""
+
+    host: str
+    """Where the prefill worker's engine listens for the other one."""
+    port: int
+    room: int
+    """Of this request alone, drawn by the decode worker."""
+    frontend_id: str = ""
+    """Who chose the prefill worker."""
 
 
 class ExportOrder(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -128,6 +142,8 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     prefill: RemotePrefill | None = None
     """Where the prompt is to be computed, if not here."""
     export: ExportOrder | None = None
+    pairing: Pairing | None = None
+    """For engines that move KV in pairs, at both of them."""
     step_tokens: int = 0
     """Its prompt is computed only in steps that compute so many prompt tokens at most, so that whoever comes next does
     not wait long for the step's end; 0: in any."""

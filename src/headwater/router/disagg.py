@@ -13,7 +13,8 @@ the decode worker costs its own time and, for every sequence that decodes there,
                                                                  computing there is cheaper
 
 Prefill for others is done by workers of role `prefill` only. These hold no room for sequences of others, so no circle
-of workers that wait for each other's room can form. `always`, `never` and `threshold` ignore prices and the plan.
+of workers that wait for each other's room can form. `always`, `never` and `threshold` ignore prices and the plan. A
+decode worker whose engine works in pairs computes no prompt, whatever is asked for.
 """
 
 from collections.abc import Sequence
@@ -103,12 +104,14 @@ def choose_prefill(
 ) -> PrefillChoice:
     """`prefillers`: those that can take requests now."""
     here = _local(request, decoder)
-    if not prefillers or settings.mode == "never":
+    if not prefillers or (settings.mode == "never" and not decoder.instance.paired):
         return PrefillChoice(here, False, "there are no prefill workers" if not prefillers else "never asked for")
     if decoder.instance.role == "prefill":
         return PrefillChoice(here, False, "no worker decodes: a prefill worker does all of it")
     there = [_remote(settings, request, decoder, worker) for worker in prefillers]
     best = min(there, key=lambda option: option.total_ms)
+    if decoder.instance.paired:
+        return PrefillChoice(best, True, "its engine computes no prompts", (here, *there))
     remote, reason = _decide(settings, request, decoder, here, best, loose)
     return PrefillChoice(best if remote else here, remote, reason, (here, *there))
 

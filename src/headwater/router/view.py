@@ -165,12 +165,13 @@ class ClusterView:
     def eligible(self, fingerprint: str) -> list[WorkerView]:
         """Workers that new requests for a model may go to, ordered by id. Not to be changed.
 
-        Prefill workers only while there are no others: every engine can do both, and a role is no reason to refuse.
+        Prefill workers only while there are no others: every engine can do both, and a role is no reason to refuse,
+        unless the engine works in pairs.
         """
         found = self._eligible.get(fingerprint)
         if found is None:
             usable = [w for w in self._workers.values() if w.usable and w.instance.card.fingerprint == fingerprint]
-            workers = [worker for worker in usable if worker.eligible] or usable
+            workers = [w for w in usable if w.eligible] or [w for w in usable if not w.instance.paired]
             found = self._eligible[fingerprint] = sorted(workers, key=lambda worker: worker.worker_id)
         return found
 

@@ -49,6 +49,9 @@ class WorkerRecord:
             max_num_seqs=info.max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens,
             hardware=info.hardware,
+            paired=info.paired,
+            bootstrap=info.bootstrap,
+            **({} if info.role is None else {"role": info.role, "adaptive": False}),
         )
         await self._registry.put_model(CatalogueEntry(info.card.name, info.card))
         await self._lease.update(self._instance)

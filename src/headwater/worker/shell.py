@@ -89,6 +89,7 @@ class WorkerShell:
         self._shares = FrontendShares()
         self._artifacts = ArtifactStore([], {})
         self._handoffs: Handoffs | None = None
+        self._adaptive = False
         self._tiers = (
             KvTiers(engine, config.kv_socket, config.worker_id, self._publisher.publish) if config.kv_socket else None
         )
@@ -127,9 +128,11 @@ class WorkerShell:
         self._handoffs = Handoffs(
             self._engine, info, self._config.worker_id, self._open_link, self._listener.send, self._config.transfer
         )
+        self._handoffs.on_failed = self._end_stream
         if self._tiers is not None:
             await self._tiers.start(info, self._config.kv_patience_s)
-        await self._engine.set_role(self._config.role)
+        self._adaptive = self._config.adaptive and info.role is None
+        await self._engine.set_role(info.role or self._config.role)
         self._refusing = self._failure
         await self._record.ready(info)
         progress(Progress("ready", detail=info.card.name))
@@ -239,7 +242,7 @@ class WorkerShell:
                 self.stop()
             case ReleaseBlocks(streams):
                 self._release(peer, streams)
-            case SetRole(role) if self._config.adaptive:
+            case SetRole(role) if self._adaptive:
                 self._role_change = asyncio.ensure_future(self._set_role(role, self._role_change))
             case SetRole(role):
                 _log.warning("a frontend asked for the role %s, but this worker's is fixed (--role adaptive)", role)
@@ -292,7 +295,8 @@ class WorkerShell:
             except HeadwaterError:
                 self._streams.take(peer, [stream])
                 raise
-        asked_by = request.export.frontend_id.encode() if request.export is not None else b""
+        order = request.export or request.pairing
+        asked_by = order.frontend_id.encode() if order is not None else b""
         self._shares.opened(asked_by or peer, handle, request)
         return request
 
@@ -336,6 +340,11 @@ class WorkerShell:
             self._shares.closed(handles)
             self._tell_shares()
 
+    def _end_stream(self, handle: int, error: HeadwaterError) -> None:
+        """The engine has not ended it, and is to."""
+        self._engine.abort([handle])
+        self.on_step([SequenceOutput.failed(handle, error)])
+
     def _tell_shares(self) -> None:
         """Other frontends are to know what this one has sent, also while the engine's step goes on."""
         if self._listener.num_peers > 1:
@@ -366,6 +375,8 @@ class WorkerShell:
     # EngineListener
 
     def on_step(self, outputs: list[SequenceOutput]) -> None:
+        if self._handoffs is not None:
+            self._handoffs.stepped(outputs)
         self._shares.stepped(outputs)
         if self._tiers is not None:
             self._tiers.stepped(outputs)

@@ -12,7 +12,9 @@ import hashlib
 import logging
 from array import array
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.attached.answer import Answer
@@ -374,9 +376,20 @@ class AttachedEngine(ExternalEngine):
             artifacts=artifacts,
             default_sampling=texts.default_sampling,
         )
-        return self._described(dialect, card, contents, found.kv_blocks or -(-max_model_len // block_size))
+        info = self._described(dialect, card, contents, found.kv_blocks or -(-max_model_len // block_size))
+        return replace(info, role=found.role, paired=found.role is not None, bootstrap=self._bootstrap(found))
+
+    def _bootstrap(self, found: Description) -> str:
+        """Where servers that decode reach this one: at the host where we do."""
+        host = urlsplit(self._address.url).hostname
+        return f"{host}:{found.bootstrap_port}" if found.bootstrap_port else ""
 
     def _relay_info(self, dialect: Dialect, found: Description) -> EngineInfo:
+        if found.role is not None:
+            raise ConfigError(
+                f"{self._address.url} does {found.role} alone, which takes token ids",
+                hint="give the model's folder or hub id as MODEL, or its tokenizer with --tokenizer",
+            )
         card = relay_card(self.config, found, dialect.name)
         return self._described(dialect, card, {}, -(-card.max_model_len // card.block_size))
 

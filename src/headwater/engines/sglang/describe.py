@@ -1,34 +1,23 @@
-"""What SGLang is to load, and what it turned out to be once it has."""
+"""What SGLang turned out to be once it has loaded its model."""
 
 import hashlib
 import platform
+import socket
 
 import msgspec
 
 from headwater.config.schema import EngineConfig
-from headwater.engines.base import EngineInfo, ProgressSink
+from headwater.engines.base import EngineInfo
 from headwater.engines.card import served_names, text_artifacts
 from headwater.engines.sglang.host import Started
 from headwater.engines.sglang_wire.settings import SglangSettings
-from headwater.engines.texts import ModelTexts, model_texts
-from headwater.errors import ConfigError, EngineFailed, ModelError
+from headwater.engines.texts import ModelTexts
+from headwater.errors import EngineFailed
 from headwater.protocol.cluster import ModelCard
-from headwater.weights.resolve import resolve
 
 _CHUNK_TOKENS = 8192
 """Where prompts are not cut."""
-
-
-def resolved(config: EngineConfig, progress: ProgressSink) -> tuple[ModelTexts, str]:
-    """The texts that frontends need, and what SGLang is to load."""
-    if config.model is None:
-        raise ConfigError("--engine sglang needs a MODEL", hint="a folder with safetensors or a hub id")
-    if config.tokenizer is not None:
-        return model_texts(config, progress), config.model
-    model = resolve(config.model, revision=config.revision, chat_template=config.chat_template, progress=progress)
-    if model.kind != "safetensors":
-        raise ModelError(f"{model.origin} is a GGUF file, which is served by --engine native; SGLang wants safetensors")
-    return ModelTexts.of(model), str(model.weight_files[0].parent)
+_ANY_HOST = ("0.0.0.0", "::", "*")
 
 
 def settings_of(started: Started) -> SglangSettings:
@@ -71,4 +60,13 @@ def engine_info(
         max_num_batched_tokens=chunk if chunk > 0 else _CHUNK_TOKENS,
         hardware=f"sglang-{platform.machine()}x{config.tensor_parallel_size}",
         batch_invariant=False,
+        role=settings.role,
+        paired=settings.role is not None,
+        bootstrap=f"{_own_host(started)}:{settings.bootstrap_port}" if settings.bootstrap_port else "",
     )
+
+
+def _own_host(started: Started) -> str:
+    """Where engines that decode reach this one: what SGLang listens on, or this host if that is everywhere."""
+    host = str(started.server_info.get("host") or "127.0.0.1")
+    return socket.gethostname() if host in _ANY_HOST else host

@@ -20,13 +20,14 @@ from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
 from headwater.engines.pace import Pace
 from headwater.engines.sglang.arguments import SglangArguments, sglang_arguments
-from headwater.engines.sglang.describe import engine_info, resolved, settings_of
+from headwater.engines.sglang.describe import engine_info, settings_of
 from headwater.engines.sglang.host import Loads, News, SglangHost
 from headwater.engines.sglang.installed import check_installed
 from headwater.engines.sglang_wire.answers import Chunk, SglangReader
 from headwater.engines.sglang_wire.arguments import generate_arguments
 from headwater.engines.sglang_wire.events import feeds_of
 from headwater.engines.sglang_wire.settings import SglangSettings
+from headwater.engines.texts import texts_and_weights
 from headwater.errors import HeadwaterError, WorkerLost
 from headwater.kv.identity import namespace
 from headwater.protocol.events import LoadReport
@@ -56,7 +57,7 @@ class SglangEngine(ExternalEngine):
 
     async def open_engine(self, progress: ProgressSink) -> EngineInfo:
         check_installed()
-        texts, model = await asyncio.to_thread(resolved, self.config, progress)
+        texts, model = await asyncio.to_thread(texts_and_weights, self.config, "sglang", progress)
         self._folder = Path(tempfile.mkdtemp(prefix="headwater-sglang-"))
         arguments = await asyncio.to_thread(sglang_arguments, self.config, model, self._folder)
         self._host = SglangHost(self._on_news, self._on_loads, self.fail)

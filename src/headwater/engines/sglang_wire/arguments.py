@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from headwater.engines.sglang_wire.settings import SglangSettings
-from headwater.errors import InvalidRequest
+from headwater.errors import HandoffFailed, InvalidRequest, Unavailable
 from headwater.protocol.request import EngineRequest, SamplingParams, StructuredSpec
-from headwater.types import TOKEN_ID_BYTES
+from headwater.types import TOKEN_ID_BYTES, Role
 
 _MAX_SEED = 2**63 - 1
 _ALL = -1
@@ -41,6 +41,8 @@ def generate_arguments(
         arguments["lora_path"] = request.adapter
     if salt is not None:
         arguments |= {"cache_salt": salt, "extra_key": salt}
+    if settings.role is not None:
+        arguments |= _pairing(request, settings.role)
     if request.priority and settings.enable_priority_scheduling:
         arguments["priority"] = -request.priority if settings.schedule_low_priority_values_first else request.priority
     return arguments
@@ -80,6 +82,16 @@ def _sampling(request: EngineRequest, num_tokens: int, settings: SglangSettings)
             raise InvalidRequest("SGLang cannot go on in the middle of a structured output", param="structured")
         words |= _structured(params.structured)
     return words
+
+
+def _pairing(request: EngineRequest, role: Role) -> Mapping[str, str | int]:
+    """Both servers of a pair are sent the same. Raises what says that only half of it is there."""
+    pairing = request.pairing
+    if pairing is None and role == "prefill":
+        raise Unavailable("this SGLang server only prefills, for others that decode, and none is there")
+    if pairing is None:
+        raise HandoffFailed("this SGLang server only decodes, and no other one was named to prefill")
+    return {"bootstrap_host": pairing.host, "bootstrap_port": pairing.port, "bootstrap_room": pairing.room}
 
 
 def _check_ranges(params: SamplingParams) -> None:

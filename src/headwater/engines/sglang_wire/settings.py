@@ -51,3 +51,8 @@ class SglangSettings(msgspec.Struct, frozen=True):
     def role(self) -> Role | None:
         """The only one it can have; None: any."""
         return DISAGGREGATED.get(self.disaggregation_mode)
+
+    @property
+    def bootstrap_port(self) -> int | None:
+        """Where servers that decode find this one, if it prefills for them."""
+        return self.disaggregation_bootstrap_port if self.role == "prefill" else None

@@ -8,6 +8,7 @@ from headwater.engines.attached.http import Server
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.texts import ModelTexts
 from headwater.protocol.request import EngineRequest, SequenceOutput
+from headwater.types import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,10 @@ class Description:
     """The path from which KV events are taken out, where they are not published."""
     adapter_numbers: Mapping[int, str] = field(default_factory=dict[int, str])
     """Names of adapters by the numbers that such events give them."""
+    role: Role | None = None
+    """The only one it can have, for servers that work in pairs (`headwater.protocol.request.Pairing`)."""
+    bootstrap_port: int | None = None
+    """Of such a server that prefills: where the other one finds it."""
     events_hint: str = ""
     """Without feeds: how the server is made to have some."""
     files: str | None = None
@@ -39,7 +44,7 @@ class Description:
     @property
     def identity(self) -> tuple[object, ...]:
         """What must not change while we are attached."""
-        return (self.model, self.max_model_len, self.block_size)
+        return (self.model, self.max_model_len, self.block_size, self.role)
 
 
 @dataclass(frozen=True, slots=True)

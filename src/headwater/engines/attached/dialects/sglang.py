@@ -53,6 +53,8 @@ class SglangDialect:
             max_num_seqs=settings.max_running_requests,
             max_num_batched_tokens=settings.chunked_prefill_size,
             feeds=feeds_of(settings, urlsplit(server.address.url).hostname or "127.0.0.1"),
+            role=settings.role,
+            bootstrap_port=settings.bootstrap_port,
             events_hint=_events_hint(settings),
             files=settings.tokenizer_path or settings.model_path,
         )
