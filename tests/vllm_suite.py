@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import msgspec
+import psutil
 import uvloop
 
 from headwater.engines.base import EngineInfo, Progress
@@ -45,6 +46,7 @@ NOT_ASKED = {
     "test_events_add_up_to_the_snapshot_and_to_the_pool": OTHER_SIZES,
     "test_a_failing_executor_ends_everything_with_an_error": "breaks an executor of ours",
 }
+START_S = 240.0
 VLLM_FLAGS = ("--enforce-eager", "--dtype", "float32")
 VLLM_SIZES = msgspec.structs.replace(SIZES, block_size=32)
 """vLLM for CPU takes multiples of 32."""
@@ -91,10 +93,11 @@ class SharedEngine(EngineConformance):
 class VllmChecks:
     """What vLLM itself says about its cache, against what its events said before."""
 
-    def __init__(self, suite: SharedEngine, engine: ExternalEngine, hits: Callable[[], Awaitable[int]] | None) -> None:
+    def __init__(self, suite: SharedEngine, engine: ExternalEngine, server: "VllmServer | None") -> None:
         self._suite = suite
         self._engine = engine
-        self._hits = hits
+        self._server = server
+        self._hits = server.hits if server is not None else None
         """Prompt tokens that vLLM has found in its cache, where it does not say so with each answer."""
 
     async def test_events_agree_with_the_cache_under_eviction(self) -> None:
@@ -149,6 +152,39 @@ class VllmChecks:
             assert last is not None
             assert (len(tokens), last.finish_reason) == (6, "stop")
 
+    async def restart_a_killed_server_is_used_again_when_it_is_back(self) -> None:
+        """Its streams end so that they can go on elsewhere, what it had cached is forgotten, and events are followed
+        anew."""
+        server = self._server
+        assert server is not None
+        async with self._suite.bench() as bench:
+            prompt = prompt_of(192, 3)
+            await bench.run(bench.request(prompt, 3))
+            await self._suite.settle()
+            assert self._resident_tokens(bench, prompt)
+            open_one = bench.request(prompt_of(40, 5), 200)
+            bench.engine.submit([open_one])
+            await eventually(lambda: bench.recorder.tokens(open_one.stream), "it streams", 20)
+            await asyncio.to_thread(server.kill)
+            await eventually(lambda: bench.recorder.ended(open_one.stream), "it ends", 20)
+            last = bench.recorder.last(open_one.stream)
+            assert last is not None
+            assert last.error is not None
+            assert last.error.retryable
+            assert len(self._engine.resident) == 0
+            refused = bench.request(prompt, 3)
+            bench.engine.submit([refused])
+            await eventually(lambda: bench.recorder.ended(refused.stream), "it is refused", 20)
+            await asyncio.to_thread(server.start)
+            await eventually(lambda: not self._engine.paused, "it is used again", 20)
+            for _ in range(2):
+                before = await server.hits()
+                predicted = self._resident_tokens(bench, prompt)
+                await bench.run(bench.request(prompt, 3))
+                await self._suite.settle()
+                assert await server.hits() - before == predicted
+            assert predicted, "events are followed anew"
+
     def _resident_tokens(self, bench: Bench, prompt: list[int]) -> int:
         card = bench.info.card
         packed = b"".join(token.to_bytes(4, "little") for token in prompt)
@@ -165,10 +201,10 @@ async def run_checks(
     engine: ExternalEngine,
     info: EngineInfo,
     reset: Callable[[], Awaitable[None]],
-    hits: Callable[[], Awaitable[int]] | None = None,
+    server: "VllmServer | None" = None,
 ) -> None:
     suite = SharedEngine(engine, info, reset)
-    own = VllmChecks(suite, engine, hits)
+    own = VllmChecks(suite, engine, server)
     names = [name for name in dir(suite) if name.startswith("test_") and name not in LAST]
     for name in names:
         if name in NOT_ASKED:
@@ -177,14 +213,17 @@ async def run_checks(
             await one_check(name, getattr(getattr(suite, name).__func__, CHECK)(suite))
     for name in [name for name in dir(own) if name.startswith("test_")]:
         await one_check(name, getattr(own, name)())
+    if server is not None:
+        restart = own.restart_a_killed_server_is_used_again_when_it_is_back()
+        await one_check("test_a_killed_server_is_used_again_when_it_is_back", restart, START_S)
     for name in LAST:
         await one_check(name, getattr(getattr(suite, name).__func__, CHECK)(suite))
 
 
-async def one_check(name: str, check: Awaitable[None]) -> None:
+async def one_check(name: str, check: Awaitable[None], timeout_s: float = 60.0) -> None:
     began = time.monotonic()
     try:
-        await asyncio.wait_for(check, 60)
+        await asyncio.wait_for(check, timeout_s)
     except (StopAsyncIteration, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not isinstance(error.__cause__, StopAsyncIteration):
             told(name, "failed", traceback.format_exc()[-1500:])
@@ -224,7 +263,9 @@ async def in_worker(folder: str) -> None:
 
 
 async def attached(folder: str) -> None:
-    with vllm_server(folder) as url:
+    server = VllmServer(folder)
+    with server.running():
+        url = server.url
         config = msgspec.structs.replace(VLLM_SIZES, attach=(url,), attach_as="vllm")
         engine = create_engine(config)
         assert isinstance(engine, ExternalEngine)
@@ -240,18 +281,8 @@ async def attached(folder: str) -> None:
             await bench.run(bench.request([3, 4, 5], 1))
             await eventually(lambda: len(engine.resident) == 0, "the cache is empty")
 
-        def counted() -> int:
-            with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-                text = answer.read().decode()
-            found = re.search(r"^vllm:prefix_cache_hits_total\{[^}]*\} (\S+)", text, re.MULTILINE)
-            return int(float(found[1])) if found else 0
-
-        async def hits() -> int:
-            await asyncio.sleep(0.05)
-            return await asyncio.to_thread(counted)
-
         try:
-            await run_checks(engine, info, reset, hits)
+            await run_checks(engine, info, reset, server)
         finally:
             await engine.close()
 
@@ -263,32 +294,61 @@ async def started(engine: ExternalEngine) -> EngineInfo:
     return info
 
 
-@contextlib.contextmanager
-def vllm_server(folder: str):
-    """vLLM's own server with the suite's sizes."""
-    ports = []
-    for _ in range(3):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            ports.append(free.getsockname()[1])
-    events = {"enable_kv_cache_events": True, "publisher": "zmq"}
-    events |= {"endpoint": f"tcp://*:{ports[1]}", "replay_endpoint": f"tcp://*:{ports[2]}"}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *VLLM_FLAGS]
-    command += ["--host", "127.0.0.1", "--port", str(ports[0]), "--block-size", "32", "--num-gpu-blocks-override", "49"]
-    command += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "512"]
-    command += ["--kv-events-config", json.dumps(events), "--gpu-memory-utilization", "0.1"]
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
-    server = subprocess.Popen(command, stdout=sys.stderr, stderr=sys.stderr, env=environment)
-    try:
-        url = f"http://127.0.0.1:{ports[0]}"
-        deadline = time.monotonic() + 240
-        while time.monotonic() < deadline and server.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
+class VllmServer:
+    """vLLM's own server with the suite's sizes, on ports that it keeps over restarts."""
+
+    def __init__(self, folder: str) -> None:
+        ports = [_free_port() for _ in range(3)]
+        events = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        events |= {"endpoint": f"tcp://*:{ports[1]}", "replay_endpoint": f"tcp://*:{ports[2]}"}
+        self.url = f"http://127.0.0.1:{ports[0]}"
+        self._command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *VLLM_FLAGS]
+        self._command += ["--host", "127.0.0.1", "--port", str(ports[0]), "--block-size", "32"]
+        self._command += ["--num-gpu-blocks-override", "49", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
+        self._command += ["--max-model-len", "512", "--kv-events-config", json.dumps(events)]
+        self._command += ["--gpu-memory-utilization", "0.1"]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextlib.contextmanager
+    def running(self):
+        self.start()
+        try:
+            yield
+        finally:
+            self._process.terminate()
+            self._process.wait(30)
+
+    def start(self) -> None:
+        """Until it answers."""
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        self._process = subprocess.Popen(self._command, stdout=sys.stderr, stderr=sys.stderr, env=environment)
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2):
                 break
             time.sleep(0.2)
-        yield url
-    finally:
-        server.terminate()
-        server.wait(30)
+
+    def kill(self) -> None:
+        """With all its processes, at once."""
+        server = psutil.Process(self._process.pid)
+        for process in [server, *server.children(recursive=True)]:
+            process.kill()
+        self._process.wait(30)
+
+    async def hits(self) -> int:
+        await asyncio.sleep(0.05)
+        return await asyncio.to_thread(self._hits)
+
+    def _hits(self) -> int:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        found = re.search(r"^vllm:prefix_cache_hits_total\{[^}]*\} (\S+)", text, re.MULTILINE)
+        return int(float(found[1])) if found else 0
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 if __name__ == "__main__":

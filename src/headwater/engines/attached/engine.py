@@ -22,6 +22,7 @@ from headwater.engines.attached.dialects.base import (
     Aborts,
     Description,
     Dialect,
+    HandsOver,
     Learns,
     ServerLoad,
     TokenDialect,
@@ -192,6 +193,11 @@ class AttachedEngine(ExternalEngine):
         if num_resumed >= request.sampling.max_tokens:
             raise InvalidRequest(f"{num_resumed} tokens are there already of {request.sampling.max_tokens}")
         salt = salt_of(request.namespace, self._own_namespace(request.adapter))
+        if request.export is not None:
+            hands = _hands_over(self._tokens)
+            asked = hands.prefill(found.model, request, tokens, salt)
+            self._answer(request.stream, self._prefill(server, hands, request, asked))
+            return
         path, body = self._tokens.request(found.model, request, tokens, salt)
         if isinstance(self._following, Draining):
             self._following.wake()
@@ -251,6 +257,13 @@ class AttachedEngine(ExternalEngine):
                 self._abort_there(server, request)
         if not answer.ended:
             raise WorkerLost("the attached server ended its answer without saying why")
+
+    async def _prefill(self, server: Server, hands: HandsOver, request: EngineRequest, asked: tuple[str, Any]) -> None:
+        """For another server, which fetches the KV."""
+        path, body = asked
+        timeout_s = request.export.hold_s if request.export is not None else _PATIENCE_S
+        answer = await server.post_json(path, body, timeout_s=timeout_s)
+        self._gathered.take(hands.prefilled(request, answer))
 
     def _abort_there(self, server: Server, request: EngineRequest) -> None:
         """An answer was left before the server had come to its end."""
@@ -403,12 +416,19 @@ class AttachedEngine(ExternalEngine):
             max_num_batched_tokens=self._max_num_batched_tokens,
             hardware=f"attached-{self._address.url}",
             batch_invariant=False,
+            tickets=isinstance(self._tokens, HandsOver),
         )
 
 
 async def _told_to_abort(server: Server, path: str, body: bytes) -> None:
     with contextlib.suppress(HeadwaterError):  # it is gone, or has long ended the answer
         await server.post(path, body)
+
+
+def _hands_over(dialect: object) -> HandsOver:
+    if not isinstance(dialect, HandsOver):
+        raise InvalidRequest("this kind of server computes no prompts for others", param="export")
+    return dialect
 
 
 def _aborts(dialect: object) -> Aborts | None:

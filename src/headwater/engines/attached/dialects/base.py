@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from headwater.engines.attached.http import Server
 from headwater.engines.kv_feed.subscription import FeedAddress
@@ -111,4 +111,17 @@ class Aborts(Protocol):
 
     def abort(self, request: EngineRequest) -> tuple[str, bytes]:
         """Path and body."""
+        ...
+
+
+@runtime_checkable
+class HandsOver(Protocol):
+    """A server that computes prompts for others of its kind, which fetch the KV from it by themselves."""
+
+    def prefill(self, model: str, request: EngineRequest, tokens: Sequence[int], salt: str | None) -> tuple[str, Any]:
+        """Path and body, to be answered in one piece. Raises `InvalidRequest` for what it cannot do."""
+        ...
+
+    def prefilled(self, request: EngineRequest, answer: Any) -> SequenceOutput:
+        """The first token, and the ticket by which another server finds the KV: none where it gives none."""
         ...
