@@ -426,6 +426,9 @@ class SglangDouble(Lives):
         if self._publisher is not None:
             await asyncio.to_thread(self._publisher.close)
 
+    def about(self) -> dict[str, Any]:
+        return {"disaggregation_mode": "null", "disaggregation_bootstrap_port": 8998}
+
     # ---- pages
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -451,8 +454,7 @@ class SglangDouble(Lives):
             "enable_deterministic_inference": self.deterministic,
             "enable_priority_scheduling": self.priorities is not None,
             "schedule_low_priority_values_first": bool(self.priorities),
-            "disaggregation_mode": "null",
-            "disaggregation_bootstrap_port": 8998,
+            **self.about(),
             "max_total_num_tokens": self._info.kv_blocks * size,
             "max_req_input_len": self._info.card.max_model_len - 6,
             "kv_events": None,
