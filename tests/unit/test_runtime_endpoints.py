@@ -9,7 +9,14 @@ import pytest
 
 from headwater.errors import ConfigError
 from headwater.runtime.cluster_keys import KEY_BYTES, with_key
-from headwater.runtime.endpoints import IpcEndpoints, TcpEndpoints, default_run_folder, parse_bind, unlink_ipc
+from headwater.runtime.endpoints import (
+    IpcEndpoints,
+    TcpEndpoints,
+    default_run_folder,
+    ensure_private,
+    parse_bind,
+    unlink_ipc,
+)
 
 
 @pytest.fixture
@@ -24,6 +31,14 @@ def test_ipc_addresses_are_new_and_the_folder_is_private(folder: Path) -> None:
     assert len(addresses) == 20
     assert all(address.startswith(f"ipc://{folder}/requests-") for address in addresses)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_folders_in_it_do_not_open_it_to_others(folder: Path) -> None:
+    ensure_private(folder / "inner" / "most")
+    IpcEndpoints(folder).new("requests")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "inner", folder / "inner" / "most")} == {
+        0o700
+    }
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])

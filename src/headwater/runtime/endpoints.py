@@ -29,8 +29,10 @@ def default_run_folder() -> Path:
 
 
 def ensure_private(folder: Path) -> None:
-    """Make the folder, or check that it is a real one, ours and closed to others."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make the folder, or check that it is a real one, ours and closed to others. Parents that are missing are made
+    closed to others as well."""
+    for made in (*reversed([parent for parent in folder.parents if not parent.exists()]), folder):
+        made.mkdir(mode=0o700, exist_ok=True)
     found = os.lstat(folder)
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
