@@ -84,6 +84,16 @@ def test_arrays_signed_numbers_and_bytes() -> None:
     assert batch.rank == 0
 
 
+def test_pairs_and_hashes_of_images_as_sglang_sends_them() -> None:
+    """Speculative decoding names neighbours; where a prompt has an image there are numbers that are no tokens."""
+    plain = {"type": "BlockStored", "block_hashes": [-5], "parent_block_hash": None, "block_size": 2, "lora_id": None}
+    pairs = plain | {"token_ids": [[7, 8], [8, 9]], "medium": "CPU_PINNED", "cache_salt": "s"}
+    image = plain | {"token_ids": [7, 1 << 61]}
+    (event,) = decode_batch(msgspec.msgpack.encode([1.0, [image, pairs], 0])).events
+    assert isinstance(event, ForeignStored)
+    assert (event.token_ids, event.hashes, event.tier, event.extra_keys) == ([7, 8], [-5], "host", [["s"]])
+
+
 def test_a_salt_of_its_own_covers_the_first_block() -> None:
     event = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1, 2]}
     batch = decode_batch(msgspec.msgpack.encode([1, [event | {"block_size": 2, "cache_salt": "x"}]]))

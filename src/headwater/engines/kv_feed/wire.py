@@ -5,6 +5,7 @@ from older releases, an array that begins with it. Hashes are unsigned, signed o
 of them. What is not understood is refused as a whole batch, never half read.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,7 @@ def decode_batch(payload: bytes) -> ForeignBatch:
 
 
 def _event(item: Any) -> ForeignEvent | None:
-    """None for kinds that later releases may add."""
+    """None for kinds that later releases may add, and for what cannot be put in our terms."""
     if isinstance(item, list):
         kind, values = item[0], item[1:]
         fields: dict[str, Any] = dict(zip(_STORED if kind == "BlockStored" else _REMOVED, values, strict=False))
@@ -111,12 +112,15 @@ def _event(item: Any) -> ForeignEvent | None:
     return _stored(fields) if kind == "BlockStored" else None
 
 
-def _stored(fields: Mapping[str, Any]) -> ForeignStored:
+def _stored(fields: Mapping[str, Any]) -> ForeignStored | None:
+    """None for blocks that cannot be named."""
     hashes = _hashes(fields["block_hashes"])
     block_size = int(fields["block_size"])
-    token_ids = fields["token_ids"]
+    token_ids = _token_ids(fields["token_ids"])
     if block_size < 1 or len(token_ids) != len(hashes) * block_size:
         raise ValueError(f"{len(token_ids)} token ids for {len(hashes)} blocks of {block_size}")
+    if not _fit(token_ids):
+        return None
     extra_keys = fields.get("extra_keys")
     salt = fields.get("cache_salt")
     if extra_keys is None and salt:
@@ -131,6 +135,22 @@ def _stored(fields: Mapping[str, Any]) -> ForeignStored:
         extra_keys=extra_keys or (),
         group=fields.get("group_idx") or 0,
     )
+
+
+def _token_ids(value: Any) -> list[int]:
+    """SGLang with speculative decoding names pairs of neighbours: the first of each are the block's own tokens."""
+    if not isinstance(value, list):
+        raise ValueError("token ids must be a list")
+    return [pair[0] for pair in value] if value and isinstance(value[0], list) else value
+
+
+def _fit(token_ids: list[int]) -> bool:
+    """SGLang puts content hashes of 62 bits where a prompt has an image: such blocks have no id of ours."""
+    try:
+        array("I", token_ids)
+    except OverflowError:
+        return False
+    return True
 
 
 def _hashes(value: Any) -> list[ForeignHash]:
