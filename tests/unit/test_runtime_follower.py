@@ -178,12 +178,32 @@ def test_what_was_published_while_the_subscription_became_active_is_asked_for() 
     assert follower.resting
 
 
-def test_an_unanswered_question_is_asked_again_but_not_hastily() -> None:
+def test_an_unanswered_question_is_asked_again_ever_more_seldom() -> None:
     follower, _, _, asks = follow()
     follower.begin(0.0)
-    for tenth in range(1, 11):
+    asked_at = [0.0]
+    for tenth in range(1, 201):
+        before = len(asks)
         follower.tick(tenth / 10)
-    assert asks == [Join()] * 3
+        asked_at += [tenth / 10] * (len(asks) - before)
+    assert asked_at == [0.0, 0.5, 1.5, 3.5, 7.5, 11.5, 15.5, 19.5], "a snapshot may be on its way"
+    follower.snapshot(EventSnapshot("w", 1, -1, []), 20.0)
+    asks.clear()
+    follower.tick(20.3)
+    follower.tick(20.9)
+    assert asks == [Recall(1, 0)] * 2, "it answers: patience begins anew"
+
+
+def test_an_answer_is_wanted_only_while_a_question_is_open() -> None:
+    follower, _, _, _ = follow()
+    follower.begin(0.0)
+    assert follower.waits_for_answer
+    follower.snapshot(EventSnapshot("w", 1, -1, []), 0.0)
+    assert not follower.waits_for_answer
+    follower.tick(CONFIRM_S)
+    assert follower.waits_for_answer
+    follower.recalled([], CONFIRM_S)
+    assert not follower.waits_for_answer
 
 
 @given(missing=st.integers(1, 50))

@@ -5,7 +5,8 @@
     healing   a gap was seen and a replay asked for; batches beyond the gap wait
 
 Loss, duplication and reordering heal by replay; what cannot be replayed, and a publisher that began anew, by a
-snapshot. A question that gets no answer is asked again. Only `MAX_WAITING` batches wait: beyond that they are dropped
+snapshot. A question that gets no answer is asked again, ever more seldom: a large snapshot takes its time, and more
+questions would make it longer. Only `MAX_WAITING` batches wait: beyond that they are dropped
 and count as lost.
 """
 
@@ -18,6 +19,7 @@ from headwater.runtime.events.wire import Ask, Join, Recall
 
 MAX_WAITING = 1024
 ANSWER_TIMEOUT_S = 0.5
+_LONGEST_TIMEOUT_S = 4.0
 CONFIRM_S = 0.2
 """A subscription may become active a moment after the snapshot was taken: ask what was published in between."""
 
@@ -38,12 +40,17 @@ class Follower:
         self._waiting: dict[int, EventBatch] = {}
         """Batches of the present epoch beyond a gap, or of any while joining."""
         self._ask_again_at = 0.0
+        self._patience_s = ANSWER_TIMEOUT_S
         self._confirm_at: float | None = None
 
     @property
     def resting(self) -> bool:
         """Whether no question is open or due."""
         return self._state == "live" and self._confirm_at is None
+
+    @property
+    def waits_for_answer(self) -> bool:
+        return self._state != "live"
 
     def begin(self, now: float) -> None:
         """Ask for the first snapshot."""
@@ -69,6 +76,7 @@ class Follower:
         """The answer to `Join`."""
         if self._state != "joining":
             return
+        self._patience_s = ANSWER_TIMEOUT_S
         self._epoch, self._next = snapshot.epoch, snapshot.sequence + 1
         self._state = "live"
         self._confirm_at = now + CONFIRM_S
@@ -84,6 +92,7 @@ class Follower:
         """The answer to `Recall`. `more`: it did not hold all that can be recalled."""
         if self._state != "healing":
             return
+        self._patience_s = ANSWER_TIMEOUT_S
         before = self._next
         for batch in batches:
             if batch.epoch == self._epoch and batch.sequence == self._next:
@@ -99,6 +108,7 @@ class Follower:
     def forgotten(self, now: float) -> None:
         """The other answer to `Recall`."""
         if self._state == "healing":
+            self._patience_s = ANSWER_TIMEOUT_S
             self._join(now)
 
     def tick(self, now: float) -> None:
@@ -144,15 +154,19 @@ class Follower:
         if self._state != "healing":
             self._recall(now)
 
+    def _ask_until(self, now: float) -> None:
+        self._ask_again_at = now + self._patience_s
+        self._patience_s = min(2 * self._patience_s, _LONGEST_TIMEOUT_S)
+
     def _recall(self, now: float) -> None:
         self._state = "healing"
         self._confirm_at = None
-        self._ask_again_at = now + ANSWER_TIMEOUT_S
+        self._ask_until(now)
         self._ask(Recall(self._epoch, self._next))
 
     def _join(self, now: float) -> None:
         if self._state != "joining":
             self._waiting.clear()
         self._state = "joining"
-        self._ask_again_at = now + ANSWER_TIMEOUT_S
+        self._ask_until(now)
         self._ask(Join())

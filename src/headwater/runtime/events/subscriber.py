@@ -119,8 +119,8 @@ class _Subscription:
         self._follower.receive(batch, self._loop.time())
 
     def _on_answer(self, message: bytes) -> None:
-        if self._ended:
-            return
+        if self._ended or not self._follower.waits_for_answer:
+            return  # nor is it worth decoding, large as it may be
         now = self._loop.time()
         try:
             answer = decode_answer(message)
