@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -52,6 +53,19 @@ def schema_of(spec: StructuredSpec) -> Mapping[str, object]:
     if not isinstance(schema, dict):
         raise InvalidRequest("TensorRT-LLM takes only schemas that are objects", param="structured")
     return schema
+
+
+ticket_of = msgspec.json.encode
+"""Of the `disaggregated_params` that a context-only request ended with."""
+
+
+def generation_only(ticket: bytes) -> dict[str, Any]:
+    """The `disaggregated_params` that go on with what a ticket speaks of. Raises `InvalidRequest`."""
+    try:
+        params = msgspec.json.decode(ticket, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"this is no ticket of TensorRT-LLM: {error}", param="ticket") from error
+    return {name: value for name, value in params.items() if value is not None} | {"request_type": "generation_only"}
 
 
 def choice_regex(spec: StructuredSpec) -> str:

@@ -22,6 +22,11 @@ class Answer:
         self._first = True
         self._splitter = EventSplitter()
 
+    @property
+    def begun(self) -> bool:
+        """Something of it has been given."""
+        return not self._first
+
     def feed(self, piece: bytes) -> list[SequenceOutput]:
         """Raises what the reader raises."""
         outputs: list[SequenceOutput] = []

@@ -53,6 +53,7 @@ def engine_info(
         max_num_batched_tokens=int(args.max_num_tokens or _MAX_NUM_TOKENS),
         hardware=_hardware(args),
         batch_invariant=False,
+        tickets=getattr(args, "cache_transceiver_config", None) is not None,
     )
 
 

@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from headwater.config.schema import EngineConfig
@@ -21,6 +22,7 @@ from headwater.engines.steps import PrefillProgress
 from headwater.engines.texts import texts_and_weights
 from headwater.engines.trtllm.arguments import TrtllmArguments, trtllm_arguments
 from headwater.engines.trtllm.describe import engine_info
+from headwater.engines.trtllm.handing_over import HandingOver
 from headwater.engines.trtllm.installed import Installed, load_installed
 from headwater.engines.trtllm.outputs import OutputReader
 from headwater.engines.trtllm.sampling import trtllm_sampling
@@ -42,6 +44,8 @@ _log = logging.getLogger(__name__)
 _PULSE_S = 5.0
 """Between two signs of life while TensorRT-LLM starts."""
 _WARM_TIMEOUT_S = 120.0
+_TICKET_S = 60.0
+"""Until the first token: longer than TensorRT-LLM itself waits for KV (`kv_transfer_timeout_ms`)."""
 _STATS_WAIT_S = 0.5
 _STATS_PAUSE_S = 0.05
 _HEALTH_S = 1.0
@@ -131,23 +135,39 @@ class TrtllmEngine(ExternalEngine):
     # ---- work
 
     def send(self, stream: OpenStream, tokens: "array[int]") -> None:
-        installed, request = self._installed, stream.request
+        request, prompt = stream.request, tokens.tolist()
+        number = request.stream
+        work: Callable[[], Coroutine[Any, Any, None]]
+        if request.export is not None:
+            result = self._generate(request, prompt, self._handing_over().context_only(request))
+            work = partial(self._read_prefill, number, result)
+        elif request.ticket:
+            result = self._generate(request, prompt, self._handing_over().generation_only(request.ticket))
+            work = partial(self._read_with_ticket, request, prompt, result)
+        else:
+            result = self._generate(request, prompt, None)
+            work = partial(self._read, request, result)
+        task = asyncio.get_running_loop().create_task(self._until_told(number, work))
+        self._results[number] = (result, task)
+        if self._draining_events is not None:
+            self._draining_events.wake()
+
+    def _generate(self, request: EngineRequest, prompt: list[int], disaggregated: Any) -> Any:
+        """Raises `HeadwaterError` when it is refused."""
+        installed = self._installed
         assert installed is not None
+        options = self._options(installed, request)
+        if disaggregated is not None:
+            options["disaggregated_params"] = disaggregated
         sampling = trtllm_sampling(installed, request, self._ends, self._card.vocab_size)
+        streaming = request.export is None
         try:
-            result = self._llm.generate_async(
-                tokens.tolist(), sampling_params=sampling, streaming=True, **self._options(installed, request)
-            )
+            result = self._llm.generate_async(prompt, sampling_params=sampling, streaming=streaming, **options)
         except (ValueError, TypeError) as error:
             raise InvalidRequest(f"TensorRT-LLM: {error}") from error
         except RuntimeError as error:
             raise WorkerLost(f"TensorRT-LLM takes nothing any more: {error}") from error
-        number = request.stream
-        reader = OutputReader(number, request.sampling.logprobs, frozenset(self._ends))
-        task = asyncio.get_running_loop().create_task(self._read(number, result, reader))
-        self._results[number] = (result, task)
-        if self._draining_events is not None:
-            self._draining_events.wake()
+        return result
 
     def cancel(self, streams: Sequence[int]) -> None:
         for number in streams:
@@ -201,26 +221,68 @@ class TrtllmEngine(ExternalEngine):
 
     # ---- what comes back
 
-    async def _read(self, number: int, result: Any, reader: OutputReader) -> None:
-        """Until the sequence ends, which is told exactly once."""
-        assert self._installed is not None
+    async def _until_told(self, number: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """A sequence ends exactly once, also when reading it fails."""
         try:
-            async for step in result:
-                output = reader.read(step)
-                if output is not None:
-                    self._gathered.take(output)
-                    if output.finish_reason is not None:
-                        return
-            raise WorkerLost("TensorRT-LLM ended a sequence without saying why")
+            await work()
         except HeadwaterError as error:
             self._gathered.take(SequenceOutput.failed(number, error))
-        except self._installed.RequestError as error:
-            self._gathered.take(SequenceOutput.failed(number, WorkerLost(f"TensorRT-LLM: {error}")))
-        except (RuntimeError, AssertionError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - where a task ends
             _log.error("reading a sequence of TensorRT-LLM failed", exc_info=error)
             self._gathered.take(SequenceOutput.failed(number, WorkerLost(f"TensorRT-LLM failed: {error!r}")))
         finally:
             self._results.pop(number, None)
+
+    async def _read(self, request: EngineRequest, result: Any, limit: asyncio.Timeout | None = None) -> None:
+        """Until the sequence ends. `limit`: on the time until its first token."""
+        reader = OutputReader(request.stream, request.sampling.logprobs, frozenset(self._ends))
+        try:
+            async for step in result:
+                output = reader.read(step)
+                if output is None:
+                    continue
+                if limit is not None:
+                    limit.reschedule(None)
+                    limit = None
+                self._gathered.take(output)
+                if output.finish_reason is not None:
+                    return
+        except self._request_error() as error:
+            raise WorkerLost(f"TensorRT-LLM: {error}") from error
+        raise WorkerLost("TensorRT-LLM ended a sequence without saying why")
+
+    async def _read_prefill(self, number: int, result: Any) -> None:
+        """A prompt for another worker: its first token, and the ticket by which that one finds the KV."""
+        try:
+            await result
+        except self._request_error() as error:
+            raise WorkerLost(f"TensorRT-LLM: {error}") from error
+        self._gathered.take(self._handing_over().prefilled(number, result))
+
+    async def _read_with_ticket(self, request: EngineRequest, prompt: list[int], result: Any) -> None:
+        """KV that is gone, or does not come in time, is computed here."""
+        try:
+            async with asyncio.timeout(_TICKET_S) as limit:
+                await self._read(request, result, limit)
+            return
+        except TimeoutError:
+            _log.warning("prefilling here: no token came with a ticket within %.0f s", _TICKET_S)
+        except WorkerLost as error:
+            if limit.when() is None:  # some tokens are told already
+                raise
+            _log.warning("prefilling here: the KV of a ticket is gone: %s", error)
+        result.abort()
+        result = self._generate(request, prompt, None)
+        self._results[request.stream] = (result, self._results[request.stream][1])
+        await self._read(request, result)
+
+    def _handing_over(self) -> HandingOver:
+        assert self._installed is not None
+        return HandingOver(self._installed)
+
+    def _request_error(self) -> Any:
+        assert self._installed is not None
+        return self._installed.RequestError
 
     async def _read_stats(self) -> None:
         """One reader, for good: what it takes is gone."""

@@ -21,10 +21,12 @@ from headwater.engines.trtllm_words import (
     DEFAULT_BLOCK_SIZE,
     adapter_number,
     choice_regex,
+    generation_only,
     num_resumed,
     priority_of,
     schema_of,
     seed_of,
+    ticket_of,
 )
 from headwater.errors import EngineFailed, InvalidRequest, ModelNotFound, WorkerLost
 from headwater.protocol.request import EngineRequest, SequenceOutput, StructuredSpec, TokenLogprobs
@@ -109,13 +111,40 @@ class TrtllmDialect:
         self._words = await asyncio.to_thread(Words.of, texts)
 
     def request(self, model: str, request: EngineRequest, tokens: Sequence[int], salt: str | None) -> tuple[str, bytes]:
+        body = self._body(model, request, tokens, salt)
+        body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        if request.ticket:
+            body["disaggregated_params"] = generation_only(request.ticket)
+        return COMPLETIONS, msgspec.json.encode(self._understood(body))
+
+    def prefill(
+        self, model: str, request: EngineRequest, tokens: Sequence[int], salt: str | None
+    ) -> tuple[str, dict[str, Any]]:
+        """Only an answer in one piece says where the KV is."""
+        body = self._body(model, request, tokens, salt)
+        return COMPLETIONS, self._understood({**body, "disaggregated_params": {"request_type": "context_only"}})
+
+    def prefilled(self, request: EngineRequest, answer: Any) -> SequenceOutput:
+        try:
+            whole = msgspec.convert(answer, _Whole)
+        except msgspec.ValidationError as error:
+            raise WorkerLost(f"the attached server sent what is no completion: {error}") from error
+        choice = whole.choices[0] if whole.choices else _Choice()
+        if choice.finish_reason == "not_finished":
+            choice.finish_reason = "length"
+        output = TrtllmReader(request.stream, None, self._words).output(choice, whole.usage)
+        if output is None or output.finish_reason is None:
+            raise WorkerLost("the attached server gave no token for a prompt")
+        if choice.disaggregated_params and output.finish_reason == "length":
+            output.ticket = ticket_of(choice.disaggregated_params)
+        return output
+
+    def _body(self, model: str, request: EngineRequest, tokens: Sequence[int], salt: str | None) -> dict[str, Any]:
         params = request.sampling
         resumed = num_resumed(request)
         body: dict[str, Any] = {
             "model": model,
             "prompt": list(tokens),
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "detokenize": False,
             "max_tokens": params.max_tokens - resumed,
             "temperature": params.temperature,
@@ -141,8 +170,7 @@ class TrtllmDialect:
             "cache_salt": (salt, None),
             "lora_request": (self._lora(request.adapter), None),
         }
-        body |= {name: value for name, (value, default) in optional.items() if value != default}
-        return COMPLETIONS, msgspec.json.encode(self._understood(body))
+        return body | {name: value for name, (value, default) in optional.items() if value != default}
 
     def reader(self, request: EngineRequest) -> "TrtllmReader":
         return TrtllmReader(request.stream, request.sampling.logprobs, self._words)
@@ -203,6 +231,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: _Logprobs | None = None
+    disaggregated_params: dict[str, Any] | None = None
 
 
 class _Details(msgspec.Struct):
@@ -217,6 +246,13 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: dict[str, Any] | str | None = None
+
+
+class _Whole(msgspec.Struct):
+    """An answer in one piece."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
 
 
 class TrtllmReader:
@@ -240,9 +276,9 @@ class TrtllmReader:
         if chunk.error is not None:
             code = chunk.error.get("code") if isinstance(chunk.error, dict) else None
             raise error_for(code if isinstance(code, int) else 500, event, {})
-        return self._output(chunk.choices[0], chunk.usage) if chunk.choices else None
+        return self.output(chunk.choices[0], chunk.usage) if chunk.choices else None
 
-    def _output(self, choice: _Choice, usage: _Usage | None) -> SequenceOutput | None:
+    def output(self, choice: _Choice, usage: _Usage | None) -> SequenceOutput | None:
         token_ids, reason = choice.token_ids or [], choice.finish_reason
         if reason not in (None, "stop", "length"):
             raise WorkerLost(f"the attached server gave up on this sequence ({reason})")
