@@ -66,6 +66,9 @@ class VllmDouble:
         self.keeps_the_end = False
         """Answers break off before the event that says why they end."""
         self.tokenize_offset = 0
+        self.sleep_mode = True
+        self.asleep = 0
+        self.sleeps_asked = 0
         self.gives_tickets = False
         """As with a connector that moves KV by itself."""
         self.tickets: list[dict[str, Any]] = []
@@ -111,6 +114,8 @@ class VllmDouble:
                 web.get("/kv_event_sources", self._sources),
                 web.post("/tokenize", self._tokenize),
                 web.post("/v1/completions", self._complete),
+                web.post("/sleep", self._sleep),
+                web.post("/wake_up", self._wake_up),
                 web.post("/v1/chat/completions", self._chat),
             ]
         )
@@ -227,6 +232,18 @@ class VllmDouble:
         address = self._publisher.address
         source = {"endpoint": address.endpoint, "replay_endpoint": address.replay_endpoint, "topic": address.topic}
         return _json({"0": {"enable_kv_cache_events": True, "publisher": "zmq", **source}})
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        self.sleeps_asked += 1
+        if not self.sleep_mode:
+            return _json({"detail": "Not Found"}, 404)
+        assert not self._answers, "nothing is to be open"
+        self.asleep = int(request.query.get("level", "1"))
+        return web.Response()
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        self.asleep = 0
+        return web.Response()
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         from tokenizers import Tokenizer

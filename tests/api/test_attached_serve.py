@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -83,6 +85,29 @@ def test_token_ids_events_and_a_restart(server: DoubleThread, run_folder: Path) 
         assert back.json()["choices"][0]["text"] == first["choices"][0]["text"]
         (same,) = call(f"{url}/debug/cluster").json()["workers"]
         assert same["worker_id"] == worker["worker_id"]
+
+
+def test_a_worker_that_sleeps_gets_nothing_until_it_is_woken(server: DoubleThread, run_folder: Path) -> None:
+    with demo_cluster(run_folder, "--attach", server.double.url, "--tokenizer", str(server.tokenizer)) as url:
+        (worker,) = call(f"{url}/debug/cluster").json()["workers"]
+        name = worker["worker_id"]
+        assert verb("sleep", name, url) == {"worker_id": name, "state": "asleep"}
+        asked = len(server.double.bodies)
+        assert ask(url, prompt=[20, 21, 22], max_tokens=5).status == 503
+        assert len(server.double.bodies) == asked
+        assert verb("wake", name, url) == {"worker_id": name, "state": "ready"}
+        deadline = time.monotonic() + 10
+        while (awake := ask(url, prompt=[20, 21, 22], max_tokens=5)).status != 200:
+            assert time.monotonic() < deadline, awake.text
+            time.sleep(0.05)
+        assert call(f"{url}/admin/sleep/nobody", {}).status == 400
+
+
+def verb(name: str, worker_id: str, url: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "headwater", name, worker_id, "--url", url, "--json"]
+    document: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    assert document.pop("took_s") >= 0
+    return document
 
 
 def test_requests_and_answers_pass_as_they_are(server: DoubleThread, run_folder: Path) -> None:

@@ -6,14 +6,12 @@ Under `headwater serve` a fresh process takes its place. Exit code 0 once it is 
 import argparse
 import json
 import time
-from contextlib import closing
-from typing import Any
-from urllib.parse import quote
 
-from headwater.cli.http import MAX_BODY_BYTES, Server, error_message
+from headwater.cli.http import Server
 from headwater.cli.parser import seconds
 from headwater.cli.target import add_target, server_of
-from headwater.errors import ConfigError, DeadlineExceeded, HeadwaterError, Unavailable
+from headwater.cli.worker_command import states, tell
+from headwater.errors import DeadlineExceeded
 
 _TIMEOUT_S = 10.0
 _POLL_S = 0.2
@@ -34,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     server = server_of(args, _TIMEOUT_S)
     began = time.monotonic()
-    _tell(server, args.worker, args.within)
+    tell(server, "drain", args.worker, {"within_s": args.within})
     if not args.no_wait:
         _until_gone(server, args.worker, began + args.within + _LEAVING_S)
     took_s = time.monotonic() - began
@@ -46,26 +44,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(server: Server, worker_id: str, within_s: float) -> None:
-    connection, response = server.open("POST", f"/admin/drain/{quote(worker_id)}", {"within_s": within_s})
-    with closing(connection):
-        body = response.read(MAX_BODY_BYTES)
-    if response.status == 202:
-        return
-    message = error_message(body)
-    if response.status == 400:
-        known = ", ".join(_workers(server)) or "none"
-        raise ConfigError(message, hint=f"workers here: {known}")
-    raise Unavailable(message) if response.status >= 500 else HeadwaterError(message)
-
-
 def _until_gone(server: Server, worker_id: str, deadline: float) -> None:
-    while worker_id in _workers(server):
+    while worker_id in states(server):
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"{worker_id} is still there", hint="`headwater status` shows what it does")
         time.sleep(_POLL_S)
-
-
-def _workers(server: Server) -> list[str]:
-    document: dict[str, Any] = server.get_json("/debug/cluster")
-    return [str(worker["worker_id"]) for worker in document["workers"]]

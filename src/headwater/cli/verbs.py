@@ -25,6 +25,8 @@ VERBS: dict[str, Verb] = {
     "serve": Verb("headwater.cli.serve", "serve a model: starts and supervises all parts", "[MODEL] [flags]"),
     "chat": Verb("headwater.cli.chat", "talk to a server from the terminal"),
     "status": Verb("headwater.cli.status", "show the workers of a running cluster"),
+    "sleep": Verb("headwater.cli.sleep", "let a worker give its device's memory back for a while", "WORKER [flags]"),
+    "wake": Verb("headwater.cli.wake", "let a worker that sleeps be ready again", "WORKER [flags]"),
     "drain": Verb("headwater.cli.drain", "let a worker finish or hand over its streams and leave", "WORKER [flags]"),
     "restart": Verb("headwater.cli.restart", "restart a running cluster, one process after the other"),
     "explain": Verb("headwater.cli.explain", "say why a request went to its worker", "REQUEST_ID [flags]"),

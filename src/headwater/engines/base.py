@@ -41,7 +41,7 @@ blocks; the last one of a prompt may hold a part. Block `b` lies at `b * block_b
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from headwater.errors import HeadwaterError
 from headwater.protocol.cluster import ModelCard
@@ -238,3 +238,14 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can give its device's memory back for a while, and be ready again sooner than from a start."""
+
+    async def sleep(self) -> None:
+        """Called with nothing open. Its KV is forgotten. Raises what keeps it from that; it goes on then."""
+        ...
+
+    async def wake(self) -> None: ...

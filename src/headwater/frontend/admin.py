@@ -7,6 +7,8 @@
 /metrics        Prometheus text
 /debug/cluster  all of the above in one JSON document, for `headwater status`
 /admin/drain/ID POST: lets a worker finish or hand over its streams and leave, for `headwater drain`
+/admin/sleep/ID POST: likewise, but it stays and gives its device's memory back, for `headwater sleep`
+/admin/wake/ID  POST: is ready again, for `headwater wake`
 """
 
 import math
@@ -64,6 +66,8 @@ class AdminPages:
             Route("GET", "/metrics", self._serve_metrics, scope="metrics"),
             Route("GET", "/debug/cluster", _json(self._debug)),
             Route("POST", "/admin/drain/{worker_id}", self._drain),
+            Route("POST", "/admin/sleep/{worker_id}", _told(self._cluster.sleep, "asleep")),
+            Route("POST", "/admin/wake/{worker_id}", _told(self._cluster.wake, "ready")),
         ]
 
     def _drain(self, request: HttpRequest, responder: Responder) -> None:
@@ -190,6 +194,21 @@ def _version() -> tuple[int, dict[str, Any]]:
 
 class _DrainBody(msgspec.Struct):
     within_s: Annotated[float, msgspec.Meta(ge=0)]
+
+
+def _told(tell: Callable[[str], None], state: str) -> Handler:
+    """`state`: what the worker is going to be in."""
+
+    def handle(request: HttpRequest, responder: Responder) -> None:
+        worker_id = request.path_params["worker_id"]
+        try:
+            tell(worker_id)
+        except HeadwaterError as error:
+            reply_for(error).send_to(responder)
+        else:
+            responder.send(202, (JSON,), msgspec.json.encode({"worker_id": worker_id, "state": state}))
+
+    return handle
 
 
 def _json(make: Callable[[], tuple[int, dict[str, Any]]]) -> Handler:

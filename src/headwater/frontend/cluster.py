@@ -20,7 +20,7 @@ from headwater.frontend.models import ModelSet
 from headwater.frontend.vigil import Vigil, VigilLimits
 from headwater.protocol.cluster import Instance
 from headwater.protocol.events import EventBatch, EventSnapshot, LoadReport
-from headwater.protocol.frames import Drain, SetRole, StepFrame
+from headwater.protocol.frames import Drain, SetRole, Sleep, StepFrame, Wake
 from headwater.router.view import ClusterView
 from headwater.runtime.events.base import EventSubscriber
 from headwater.runtime.registry.base import (
@@ -101,10 +101,20 @@ class Cluster:
 
     def drain(self, worker_id: str, within_s: float) -> None:
         """Tell a worker to leave. Raises `InvalidRequest` for an unknown one, or what keeps it from hearing."""
+        self._known(worker_id).send(Drain(min(within_s, _LONGEST_DRAIN_S)))
+
+    def sleep(self, worker_id: str) -> None:
+        """Tell a worker to give its memory back for a while; the registry says when it is asleep. Raises likewise."""
+        self._known(worker_id).send(Sleep())
+
+    def wake(self, worker_id: str) -> None:
+        self._known(worker_id).send(Wake())
+
+    def _known(self, worker_id: str) -> WorkerConnection:
         connection = self._connections.get(worker_id)
         if connection is None:
             raise InvalidRequest(f"there is no worker {worker_id}", param="worker_id")
-        connection.send(Drain(min(within_s, _LONGEST_DRAIN_S)))
+        return connection
 
     # -- registry -----------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class CatalogueEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     card: ModelCard
 
 
-InstanceState = Literal["starting", "ready", "draining"]
+InstanceState = Literal["starting", "ready", "asleep", "draining"]
 
 
 class Instance(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -56,9 +56,17 @@ class SetRole(msgspec.Struct, frozen=True, tag="role"):
     role: Role
 
 
-FrontendFrame = Hello | Submit | Abort | FetchArtifact | Ping | ReleaseBlocks | Drain | SetRole
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Finish what runs, take nothing new, and give the device's memory back until `Wake`. Since 1.1."""
 
-SINCE: dict[type[msgspec.Struct], tuple[int, int]] = {Drain: (1, 1), ReleaseBlocks: (1, 1), SetRole: (1, 1)}
+
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """Since 1.1."""
+
+
+FrontendFrame = Hello | Submit | Abort | FetchArtifact | Ping | ReleaseBlocks | Drain | SetRole | Sleep | Wake
+
+SINCE: dict[type[msgspec.Struct], tuple[int, int]] = dict.fromkeys((Drain, ReleaseBlocks, SetRole, Sleep, Wake), (1, 1))
 """Frames that peers of an older version do not know: they are not sent there."""
 
 

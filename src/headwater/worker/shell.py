@@ -28,8 +28,10 @@ from headwater.protocol.frames import (
     FrontendFrame,
     ReleaseBlocks,
     SetRole,
+    Sleep,
     StepFrame,
     Submit,
+    Wake,
 )
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.runtime.planes import Planes
@@ -40,6 +42,7 @@ from headwater.transfer.options import AgentOptions
 from headwater.types import Role
 from headwater.worker.artifacts import ArtifactStore
 from headwater.worker.load import REPORT_INTERVAL_S, SHARED_INTERVAL_S, LoadReporter
+from headwater.worker.nap import Nap
 from headwater.worker.pulse import Pulse
 from headwater.worker.record import WorkerRecord, starting
 from headwater.worker.shares import FrontendShares
@@ -93,6 +96,7 @@ class WorkerShell:
         self._tiers = (
             KvTiers(engine, config.kv_socket, config.worker_id, self._publisher.publish) if config.kv_socket else None
         )
+        self._nap = Nap(engine, self._record, self, lambda: self._drain_s)
         self._role_change: asyncio.Task[None] | None = None
         self._refusing: HeadwaterError | None = Unavailable("this worker is still loading its model")
         self._stopping = asyncio.Event()
@@ -130,7 +134,7 @@ class WorkerShell:
         )
         self._handoffs.on_failed = self._end_stream
         if self._tiers is not None:
-            await self._tiers.start(info, self._config.kv_patience_s)
+            await self._tiers.start(info, self._go_on, self._config.kv_patience_s)
         self._adaptive = self._config.adaptive and info.role is None
         await self._engine.set_role(info.role or self._config.role)
         self._refusing = self._failure
@@ -178,6 +182,7 @@ class WorkerShell:
         if self._closed:
             return
         self._closed = True
+        self._nap.close()
         self._refusing = self._refusing or Draining("this worker was closed")
         await self._record.release()
         try:
@@ -185,7 +190,7 @@ class WorkerShell:
                 await self._tiers.close()
             await self._engine.close()
         finally:
-            self._end_open(self._refusing)
+            self.end_open(self._refusing)
             if self._role_change is not None:
                 self._role_change.cancel()
             if self._handoffs is not None:
@@ -242,6 +247,10 @@ class WorkerShell:
                 self.stop()
             case ReleaseBlocks(streams):
                 self._release(peer, streams)
+            case Sleep():
+                self._nap.sleep()
+            case Wake():
+                self._nap.wake()
             case SetRole(role) if self._adaptive:
                 self._role_change = asyncio.ensure_future(self._set_role(role, self._role_change))
             case SetRole(role):
@@ -308,8 +317,13 @@ class WorkerShell:
         """Whether another worker computes the prompt, so that a request goes to the engine by another way."""
         return self._handoffs is not None and self._handoffs.load(request)
 
+    def _go_on(self, request: EngineRequest) -> None:
+        """A request of which the store has nothing to give."""
+        if not self._exchanges(request):
+            self._engine.submit([request])
+
     def _in_store(self, request: EngineRequest) -> bool:
-        """Whether a request goes to the engine once blocks of it that the store may have were looked for."""
+        """Whether a request goes on once blocks of it that the store may have were looked for."""
         return self._tiers is not None and self._tiers.take(request)
 
     def _release(self, peer: bytes, streams: list[int]) -> None:
@@ -361,7 +375,12 @@ class WorkerShell:
             report = msgspec.structs.replace(report, store=self._tiers.counts())
         self._publisher.publish([report])
 
-    def _end_open(self, error: HeadwaterError) -> None:
+    def refuse(self, error: HeadwaterError | None) -> None:
+        """New requests, from now on. Whoever drains or has failed refuses them anyhow."""
+        if not self._stopping.is_set() and self._failure is None:
+            self._refusing = error
+
+    def end_open(self, error: HeadwaterError) -> None:
         """Tell frontends that what is open will not be finished here."""
         for peer, streams in self._streams.open_streams().items():
             self._abort(self._streams.take(peer, streams))
@@ -401,7 +420,7 @@ class WorkerShell:
         _log.error("the engine failed: %s", error)
         self._failure = error if isinstance(error, EngineFailed) else EngineFailed(str(error))
         self._refusing = self._failure
-        self._end_open(self._failure)
+        self.end_open(self._failure)
         self._stopping.set()
 
 

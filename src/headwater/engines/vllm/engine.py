@@ -15,7 +15,7 @@ import secrets
 import shutil
 import tempfile
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +283,22 @@ class VllmEngine(ExternalEngine):
             except EngineDeadError as error:
                 self.fail(EngineFailed(f"vLLM's engine core has died: {error}"))
                 return
+
+    async def sleep(self) -> None:
+        """Weights go to host memory, KV is dropped (vLLM's level 1, `--enable-sleep-mode`)."""
+        await self._told(lambda llm: llm.sleep(1))
+
+    async def wake(self) -> None:
+        await self._told(lambda llm: llm.wake_up())
+
+    async def _told(self, tell: Callable[[AsyncLLM], Awaitable[object]]) -> None:
+        assert self._llm is not None
+        try:
+            await tell(self._llm)
+        except EngineDeadError as error:
+            raise EngineFailed(f"vLLM's engine core has died: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"vLLM: {error}", hint="--enable-sleep-mode, on a device that has it") from error
 
     # ---- what comes back
 

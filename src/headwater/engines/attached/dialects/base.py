@@ -115,6 +115,15 @@ class Aborts(Protocol):
 
 
 @runtime_checkable
+class Sleeps(Protocol):
+    """A server that can give its device's memory back for a while."""
+
+    async def sleep(self, server: Server) -> None: ...
+
+    async def wake(self, server: Server) -> None: ...
+
+
+@runtime_checkable
 class HandsOver(Protocol):
     """A server that computes prompts for others of its kind, which fetch the KV from it by themselves."""
 

@@ -90,6 +90,13 @@ class VllmDialect:
             output.ticket = ticket_of(whole.kv_transfer_params)
         return output
 
+    async def sleep(self, server: Server) -> None:
+        """Offered by servers started with `--enable-sleep-mode` and VLLM_SERVER_DEV_MODE=1."""
+        await server.post("/sleep?level=1", b"")
+
+    async def wake(self, server: Server) -> None:
+        await server.post("/wake_up", b"")
+
     def reader(self, request: EngineRequest) -> "VllmReader":
         return VllmReader(request.stream, request.sampling.logprobs)
 
