@@ -551,3 +551,22 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_long_prompt_that_waited_for_a_while_goes_before_short_ones_that_come_now() -> None:
+    bench = Bench(1)
+    bench.fill()
+    long = bench.submit(bench.ticket(2 * CHUNK))
+    bench.now = 1.0
+    shorter = bench.submit(bench.ticket(CHUNK))
+    assert bench.serve_one() is long
+    assert shorter.waiting
+
+
+def test_of_those_that_come_together_the_short_one_goes_first() -> None:
+    bench = Bench(1)
+    bench.fill()
+    long = bench.submit(bench.ticket(2 * CHUNK))
+    shorter = bench.submit(bench.ticket(CHUNK))
+    assert bench.serve_one() is shorter
+    assert long.waiting

@@ -10,6 +10,7 @@ The worker that the request is at home at (`RouteRequest.home`) gets a small dis
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
+from headwater.router.even import unevenness
 from headwater.router.policy import Candidate, Decision, PolicySettings, decide
 from headwater.router.price import Placement, Price, Profile, prefill_pairs, price, profile, totals
 from headwater.router.request import RouteRequest
@@ -48,7 +49,7 @@ class Delay:
 class _Quote:
     """The prices of one request, with all that is needed to explain them later."""
 
-    __slots__ = ("_cached", "_discount", "_home", "_ids", "_occupied", "_placement", "_weights", "totals")
+    __slots__ = ("_cached", "_discount", "_home", "_ids", "_occupied", "_placement", "_uneven", "_weights", "totals")
 
     def __init__(self, weights: Profile, request: RouteRequest, workers: Sequence[WorkerView]) -> None:
         expected = min(request.expected_output_tokens, float(request.max_tokens))
@@ -59,7 +60,8 @@ class _Quote:
         self._placement = Placement(request.num_prompt_tokens, request.num_sequences, expected, request.churn, crowd)
         cached = request.cached_tokens
         self._cached = [cached.get(worker_id, 0) for worker_id in self._ids] if cached else [0] * len(workers)
-        self.totals = totals(weights, self._occupied, self._placement, self._cached)
+        self._uneven = unevenness(workers, min(1.0, weights.even_crowd * crowd))
+        self.totals = totals(weights, self._occupied, self._placement, self._cached, self._uneven)
         self._home = self._ids.index(request.home) if request.home in self._ids else None
         if self._home is not None:
             self._discount = self._home_discount()
@@ -88,7 +90,8 @@ class _Quote:
 
     def _price(self, number: int) -> Price:
         occupied = self._occupied[number]
-        return price(occupied.costs, self._weights, occupied, self._placement, self._cached[number])
+        uneven = self._uneven[number] if self._uneven is not None else 0.0
+        return price(occupied.costs, self._weights, occupied, self._placement, self._cached[number], uneven)
 
     def _home_discount(self) -> float:
         prompt_tokens = self._placement.prompt_tokens

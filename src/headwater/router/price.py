@@ -8,7 +8,8 @@ N the expected output length:
     own decode    N x d after                      the steps after it
     successors    prefills of q + n                sequences leave and others come: while this one decodes, it stands
                                                    still for as many prefills as there are sequences now
-    stall         D x (n + q)                      those who run or wait here stand still meanwhile
+    stall         D x (n + q)                      those who run or wait here stand still meanwhile; who has waited
+                                                   for prefills more than others counts more (`headwater.router.even`)
     slow-down     (d after - d before) x N x (n/2 + q)   and decode slower afterwards, for half their rest
     worker time   D                                a shadow price: time and cache this takes from later ones, the
                                                    dearer the more sequences run and the fuller caches are
@@ -21,6 +22,7 @@ the time model cancel.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import repeat
 from typing import NamedTuple, Protocol, Self
 
 from headwater.errors import ConfigError
@@ -37,6 +39,8 @@ class Profile:
     """Of those who wait for their first token, ..."""
     stall_decoding: float
     """... and of those who decode."""
+    even_crowd: float
+    """What each sequence of a typical worker adds to the share of that which goes by what they have waited already."""
     slow_down: float
     worker_time: float
     """Of a ms of added prefill on idle workers whose caches have room, ..."""
@@ -54,6 +58,7 @@ END_TO_END = Profile(
     successors=0.4,
     stall=0.35,
     stall_decoding=0.3,
+    even_crowd=1 / 16,
     slow_down=0.25,
     worker_time=0.75,
     crowd_time=0.15,
@@ -67,6 +72,7 @@ FIRST_TOKEN = Profile(
     successors=0.0,
     stall=0.25,
     stall_decoding=0.075,
+    even_crowd=0.0,
     slow_down=0.0,
     worker_time=0.5,
     crowd_time=0.0,
@@ -224,8 +230,15 @@ def prefill_pairs(new_tokens: int, cached_tokens: int) -> float:
     return new_tokens * (cached_tokens + (new_tokens + 1) / 2)
 
 
-def price(costs: StepCosts, weights: Profile, worker: Occupied, placement: Placement, cached_tokens: int) -> Price:
-    """The price of one placement, away from home."""
+def price(
+    costs: StepCosts,
+    weights: Profile,
+    worker: Occupied,
+    placement: Placement,
+    cached_tokens: int,
+    unevenness: float = 0.0,
+) -> Price:
+    """The price of one placement, away from home. `unevenness`: see `headwater.router.even`."""
     prompt_tokens, num_sequences, rest, churn, crowd = placement
     new_tokens = prompt_tokens - cached_tokens
     backlog_tokens, backlog_pairs = worker.booked_prefill_tokens, worker.booked_prefill_pairs
@@ -246,14 +259,18 @@ def price(costs: StepCosts, weights: Profile, worker: Occupied, placement: Place
         first_token_ms,
         weights.own_decode * rest * (before_ms + slower_ms),
         weights.successors * successors_ms,
-        added_ms * (weights.stall_decoding * decoding + weights.stall * prefilling),
+        added_ms * (weights.stall_decoding * (decoding + unevenness) + weights.stall * prefilling),
         weights.slow_down * slower_ms * (rest / 2) * (decoding / 2 + prefilling),
         (weights.worker_time + weights.churn_time * churn + weights.crowd_time * crowd) * added_ms,
     )
 
 
 def totals(
-    weights: Profile, workers: Sequence[Occupancy], placement: Placement, cached_tokens: Sequence[int]
+    weights: Profile,
+    workers: Sequence[Occupancy],
+    placement: Placement,
+    cached_tokens: Sequence[int],
+    unevenness: Sequence[float] | None = None,
 ) -> list[float]:
     """`sum(price(...))` for each worker, but for rounding: one loop, as every request pays it for every worker."""
     prompt_tokens, num_sequences, rest, churn, crowd = placement
@@ -264,9 +281,11 @@ def totals(
     cold_pairs = prefill_pairs(prompt_tokens, 0)
     known = None
     found: list[float] = []
-    for (costs, tokens, pairs, prefilling, decoding, _, _, speed, backlog_ms, step_ms, successors_ms), cached in zip(
-        workers, cached_tokens, strict=True
-    ):
+    for (
+        (costs, tokens, pairs, prefilling, decoding, _, _, speed, backlog_ms, step_ms, successors_ms),
+        cached,
+        uneven,
+    ) in zip(workers, cached_tokens, unevenness or repeat(0.0, len(workers)), strict=True):
         if costs is not known:
             known, chunk_tokens, chunk_ms = costs, costs.chunk_tokens, costs.prefill_step_ms
             token_ms, pair_ms = costs.prefill_token_ms, costs.prefill_pair_ms
@@ -284,7 +303,7 @@ def totals(
             first_ms += step_ms * chunks
             total += (
                 successor_weight * successors_ms
-                + added_ms * (stall_decoding_weight * decoding + stall_weight * prefilling)
+                + added_ms * (stall_decoding_weight * (decoding + uneven) + stall_weight * prefilling)
                 + slow_weight * slower_ms * half_rest * (decoding / 2 + prefilling)
             )
         found.append(first_ms + total)

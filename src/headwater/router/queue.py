@@ -33,8 +33,8 @@ from headwater.router.request import RouteRequest
 from headwater.router.router import Router
 from headwater.router.view import WorkerView
 
-AGEING = 0.05
-"""Ms that a price falls per ms waited."""
+AGEING = 3.0
+"""Ms that a price falls per ms waited: prices weigh a ms of prefill about as often, in its parts together."""
 WORTH_WAITING_FOR = 0.7
 """A busy worker is waited for when its price is below so much of the best open one's."""
 RECHECK_S = 0.1

@@ -58,6 +58,10 @@ class WorkerView:
     """Sequences of which no token has come."""
     booked_output_tokens: int = 0
     """Expected of the sequences that have not ended."""
+    prefilled_ms: float = 0.0
+    """Time of the prefills that have ended there, ..."""
+    began_ms: float = 0.0
+    """... and its sum over the sequences that decode, at their first tokens."""
     foreign: Foreign | None = None
     """What other frontends have there, as of its last report."""
     foreign_tokens: int = 0
@@ -99,6 +103,11 @@ class WorkerView:
         return self.booked_sequences - self.num_prefilling
 
     @property
+    def held_up_ms(self) -> float:
+        """Prefill time that the sequences which decode have waited for, summed."""
+        return self.num_decoding * self.prefilled_ms - self.began_ms
+
+    @property
     def usable(self) -> bool:
         """Whether it can be given work of its role."""
         return self.connected and self.instance.state == "ready"
@@ -134,6 +143,8 @@ class Booking:
     """Of the prompt's blocks: they count as resident until they are computed and the worker tells."""
     cached_tokens: int = 0
     """Of the prompt, expected to be there."""
+    began_ms: float = 0.0
+    """The worker's prefill time at the first token."""
     prefilling: bool = True
     """Until the prompt has been computed."""
     open: bool = True
@@ -305,6 +316,9 @@ class ClusterView:
             if cached_tokens is not None:
                 self.residency.learned.note_cached(worker.worker_id, booking.cached_tokens, cached_tokens)
         self._end_prefill(booking)
+        worker.prefilled_ms += (worker.costs or UNKNOWN).prefill_ms(booking.prefill_tokens, booking.prefill_pairs)
+        booking.began_ms = worker.prefilled_ms
+        worker.began_ms += booking.began_ms
         worker.refresh()
 
     def release(self, booking: Booking, num_generated: int | None = None) -> None:
@@ -317,9 +331,12 @@ class ClusterView:
             self._learn(worker.instance.card.fingerprint, num_generated)
         if booking.life != worker.life:
             return
+        worker.booked_sequences -= 1
         if booking.prefilling:
             self._end_prefill(booking)
-        worker.booked_sequences -= 1
+        else:
+            # Sums of floats do not cancel to the bit.
+            worker.began_ms = worker.began_ms - booking.began_ms if worker.num_decoding else 0.0
         worker.booked_context_tokens -= booking.context_tokens
         worker.booked_kv_tokens -= booking.kv_tokens
         worker.booked_output_tokens -= booking.output_tokens
@@ -413,7 +430,7 @@ class ClusterView:
         worker.load = None
         worker.booked_sequences = worker.num_prefilling = worker.booked_prefill_tokens = 0
         worker.booked_context_tokens = worker.booked_kv_tokens = worker.booked_output_tokens = 0
-        worker.booked_prefill_pairs = 0.0
+        worker.booked_prefill_pairs = worker.prefilled_ms = worker.began_ms = 0.0
         worker.foreign, worker.foreign_tokens = None, 0
         worker.refresh()
         self._eligible.clear()
