@@ -84,11 +84,15 @@ def test_an_own_stall_is_nobodys_fault() -> None:
     vigil, worker = watched()
     busy(vigil, worker)
     vigil.hanging(0.0)
-    vigil.forgive(10.0)
+    vigil.forgive(10.0, 10.5)
     assert vigil.hanging(11.0) == []
     assert vigil.hanging(12.5)
+    vigil.stepped("w", 20.0)
+    vigil.forgive(8.0, 20.1)
+    assert vigil.hanging(21.5) == []
+    assert vigil.hanging(22.0), "it was heard of after the stall, and is silent since then"
     idle, _ = watched()
-    idle.forgive(5.0)
+    idle.forgive(5.0, 6.0)
     assert idle.due_for_canary(14.0) == []
     assert idle.due_for_canary(15.0) == ["w"]
 

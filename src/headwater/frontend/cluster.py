@@ -248,7 +248,7 @@ class Cluster:
         while True:
             await asyncio.sleep(look_s)
             now = self._loop.time()
-            self._vigil.forgive(max(0.0, now - last - 2 * look_s))
+            self._vigil.forgive(max(0.0, now - last - 2 * look_s), now)
             last = now
             try:
                 self._look_after(now)

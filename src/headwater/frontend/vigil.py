@@ -101,11 +101,11 @@ class Vigil:
         slowest_ms = max([timing.duration_ms for timing in load.timings], default=0.0)
         watched.slowest_ms = max(slowest_ms, _FADING * watched.slowest_ms)
 
-    def forgive(self, seconds: float) -> None:
-        """We did not look for so much longer than meant."""
+    def forgive(self, seconds: float, now: float) -> None:
+        """We did not look for so much longer than meant. Whoever was heard of in the meantime needs no forgiveness."""
         for watched in self._watched.values():
-            watched.moved_on += seconds
-            watched.computed += seconds
+            watched.moved_on = min(now, watched.moved_on + seconds)
+            watched.computed = min(now, watched.computed + seconds)
 
     def hanging(self, now: float) -> list[tuple[str, float]]:
         """Workers that hang, and for how long they have been silent."""
