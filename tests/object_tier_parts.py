@@ -1,5 +1,7 @@
 """What tests of the object tier share."""
 
+from dataclasses import replace
+
 import obstore
 
 from headwater.kv.stores.object.tier import ObjectTier
@@ -11,7 +13,7 @@ def flip_payload_bit(tier: ObjectTier, block_id: bytes) -> None:
     if gathered is not None:
         payload = gathered.payload
         changed = bytes([payload[0] ^ 1]) + bytes(payload[1:])
-        tier._catalogue.gathering._loose[block_id] = type(gathered)(gathered.shape, gathered.block, memoryview(changed))
+        tier._catalogue.gathering._loose[block_id] = replace(gathered, payload=memoryview(changed))
         return
     found = tier._catalogue.blocks.find(block_id)
     assert found is not None

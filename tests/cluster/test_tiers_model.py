@@ -99,6 +99,37 @@ def test_tokens_are_the_same_and_prefixes_come_from_the_host_tier(run_folder: Pa
     run_leak_checked(check())
 
 
+def test_a_prompt_that_is_to_be_computed_elsewhere_comes_from_the_store_where_that_is_cheaper(
+    run_folder: Path,
+) -> None:
+    """The decode worker keeps what leaves it little to compute; the prefill worker loads what it then hands over."""
+
+    async def check() -> None:
+        document = prompt_of(120, 1)
+        async with workers({"alone": native()}) as cluster:
+            alone = cluster["alone"]
+            expected = await one_by_one(alone, [request(1, document, 8), request(2, [*document[:64], *range(40)], 8)])
+        async with store_at(run_folder):
+            async with workers({"first": native()}, kv_socket=run_folder / "kv.sock") as cluster:
+                await cluster["first"].run(request(1, document, 8))
+                await all_stored(cluster["first"], 7)
+            async with workers({"p": native(), "d": native()}, kv_socket=run_folder / "kv.sock") as cluster:
+                prefill, decode, where = cluster["p"], cluster["d"], cluster.prefill_at("p")
+                half = await decode.run(request(2, [*document[:64], *range(40)], 8, prefill=where))
+                await eventually(lambda: decode.counts.done == 1, "it was handed over")
+                assert (half, decode.counts.blocks_moved) == ([expected[1]], 7)
+                await eventually(
+                    lambda: prefill.stored.loaded == 4, "the prefill worker took its prefix from the store"
+                )
+                whole = await decode.run(request(1, document, 8, prefill=where))
+                await eventually(lambda: decode.stored.loaded == 3, "what the device lacked came from the store")
+                assert (whole, decode.counts.done) == ([expected[0]], 1)
+                await prefill.all_free()
+                await decode.all_free()
+
+    run_leak_checked(check())
+
+
 def test_a_new_worker_goes_on_with_what_another_left_behind(run_folder: Path) -> None:
     async def check() -> None:
         async with store_at(run_folder) as store:
@@ -195,6 +226,35 @@ def test_two_tenants_share_no_block(run_folder: Path) -> None:
             await all_stored(worker, 7)
             assert await worker.run(theirs) == expected
             assert worker.cached == {1: 0, 2: 0}
+
+    run_leak_checked(check())
+
+
+def test_a_tenant_that_floods_keeps_to_its_share_of_the_store(run_folder: Path) -> None:
+    async def check() -> None:
+        async with (
+            store_at(run_folder, host_blocks=44) as store,
+            workers({"w": native()}, kv_socket=run_folder / "kv.sock") as cluster,
+        ):
+            worker = cluster["w"]
+
+            async def fill(tenant: str, share: float, first: int, count: int) -> None:
+                for number in range(first, first + count):
+                    ask = msgspec.structs.replace(
+                        request(number, prompt_of(120, number), 1), namespace=tenant.encode().ljust(32), tenant=tenant
+                    )
+                    await worker.run(msgspec.structs.replace(ask, kv_share=share))
+                    await eventually(lambda n=number: store.host.usage().num_stored == 7 * n, "it is stored", 30)
+
+            def held(tenant: str) -> int:
+                return sum(n for one, n, _ in store.host.ledger.families.usage() if one.tenant == tenant)
+
+            await fill("ours", 1.0, 1, 6)
+            room = held("ours")
+            assert room < 42, "the tier is full"
+            await fill("flood", 0.2, 7, 8)
+            assert 0.1 * room < held("flood") <= 0.2 * room + 2
+            assert held("ours") >= 0.75 * room
 
     run_leak_checked(check())
 

@@ -146,6 +146,10 @@ class LedgerMachine(RuleBasedStateMachine):
         for _, record in self.ledger.records():
             assert self.ledger.families[record.family].tenant != tenant
 
+    @rule(tenant=st.sampled_from(["", "gold"]), fraction=st.sampled_from([0.1, 0.5, 1.0]))
+    def limit(self, tenant: str, fraction: float) -> None:
+        self.ledger.limit(tenant, fraction)
+
     @rule()
     def trim(self) -> None:
         self.ledger.trim()

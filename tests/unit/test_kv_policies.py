@@ -15,7 +15,7 @@ from headwater.kv.node.prices import NodePrices
 from headwater.kv.policies import PolicyName, make_policy
 from headwater.kv.pricing import ComputeRate, Curiosity, TierRun, TierSpeed, plan_load
 from headwater.kv.queues import SlotQueues
-from headwater.kv.shares import Shares
+from headwater.kv.shares import MAX_GROUPS, OTHERS, Shares
 from headwater.kv.space import PAGE_BYTES, Space, slot_bytes_for
 
 
@@ -156,6 +156,69 @@ def test_shares_say_who_pays() -> None:
     for bad in ({"a": 0.0}, {"a": 1.0}, {"a": 0.5, "b": 0.5}, {"a": -0.1}):
         with pytest.raises(ConfigError, match="shares"):
             Shares(bad)
+
+
+def test_limits_divide_what_is_not_guaranteed() -> None:
+    shares = Shares({"gold": 0.5})
+    shares.limit("a", 0.1)
+    shares.limit("gold", 0.1)
+    shares.limit("", 0.1)
+    a, gold, others = shares.group_of("a"), shares.group_of("gold"), shares.group_of("")
+    assert len({a, gold, others}) == 3
+    assert others == OTHERS == shares.group_of("somebody")
+    shares.charge(others, 500)
+    assert list(shares.payers(a)) == [others, a], "who has nothing gets room"
+    shares.charge(a, 40)
+    assert list(shares.payers(a)) == [others, a], "half of the tier is gold's, and it does not use it"
+    shares.charge(a, 60)
+    shares.charge(gold, 400)
+    assert list(shares.payers(gold)) == [a, others, gold]
+    assert list(shares.payers(a)) == [a, others]
+    shares.charge(a, -60)
+    assert list(shares.payers(others)) == [others], "a is within its limit of a tenth of a half, and gold of a half"
+
+
+def test_limits_change_and_come_to_an_end() -> None:
+    shares = Shares()
+    assert list(shares.payers(OTHERS)) == [OTHERS]
+    shares.limit("a", 0.5)
+    a = shares.group_of("a")
+    shares.charge(a, 10)
+    shares.limit("a", 0.1)
+    assert shares.group_of("a") == a
+    shares.limit("a", 1.0)
+    assert shares.group_of("a") == OTHERS, "what comes from now on"
+    assert list(shares.payers(OTHERS)) == [a, OTHERS], "what is there is still limited"
+    for number in range(2 * MAX_GROUPS):
+        shares.limit(f"tenant {number}", 0.1)
+    shares.charge(a, -10)
+    assert a not in {shares.group_of(f"tenant {number}") for number in range(MAX_GROUPS)}
+    groups = {shares.group_of(f"tenant {number}") for number in range(MAX_GROUPS, 2 * MAX_GROUPS)} - {OTHERS}
+    assert groups
+    assert max(groups) < Shares.num_groups
+
+
+@given(st.dictionaries(st.integers(0, 7), st.tuples(st.floats(0.01, 1.0), st.integers(1, 10**9)), min_size=1))
+def test_somebody_always_pays_and_nobody_within_a_limit_pays_for_another(
+    tenants: dict[int, tuple[float, int]],
+) -> None:
+    shares = Shares({"gold": 0.25})
+    used: dict[int, int] = {}
+    for number, (limit, num_bytes) in tenants.items():
+        shares.limit(str(number), limit)
+        group = shares.group_of(str(number))
+        shares.charge(group, num_bytes)
+        used[group] = used.get(group, 0) + num_bytes
+    limits = [limit for limit, _ in tenants.values() if limit < 1]
+    for group in (*used, OTHERS, shares.group_of("gold")):
+        payers = list(shares.payers(group))
+        assert group in payers
+        assert len(set(payers)) == len(payers)
+    for number, (limit, num_bytes) in tenants.items():
+        group = shares.group_of(str(number))
+        part = 0.75 * limit / (1 + sum(limits))
+        if group != OTHERS and num_bytes <= 0.999 * part * sum(used.values()):
+            assert all(group not in shares.payers(other) for other in (*used, OTHERS) if other != group)
 
 
 def test_a_family_keeps_its_number_while_it_has_blocks() -> None:

@@ -211,6 +211,10 @@ class Ledger:
     def unpin(self, ids: bytes) -> int:
         return sum(self._pins.unpin(slot) for slot in self.table.find_all(ids))
 
+    def limit(self, tenant: str, fraction: float) -> None:
+        """See `Shares.limit`."""
+        self._shares.limit(tenant, fraction)
+
     def drop(self, slot: int, *, evicted: bool = False) -> bool:
         """Make a committed block invisible; its place is free once nobody reads it."""
         record = self.table.read(slot)
@@ -218,10 +222,11 @@ class Ledger:
             return False
         self._pins.unpin(slot)
         self.table.remove(slot)
+        group = self._policy.group_of(slot)
         self._policy.discard(slot, evicted=evicted)
         self._journal.removed(record.block.id)
         slot_bytes = slot_bytes_for(record.payload_bytes)
-        self._shares.charge(self._group(record.family), -slot_bytes)
+        self._shares.charge(group, -slot_bytes)
         self.families.charge(record.family, -1, -slot_bytes)
         self.counters.num_evicted += evicted
         if self._readers[slot]:
@@ -348,15 +353,13 @@ class Ledger:
         assert self._writing == {block.id for one in live for block, _ in one.blocks.values()}
         assert {ticket for tickets in self._reserved_by.values() for ticket in tickets} == self._reservations.keys()
         assert sum(bytes_ for _, _, bytes_ in self.families.usage()) <= self.space.used_bytes
+        assert self._shares.used_bytes == sum(self._slot_bytes(slot) for slot in committed)
 
     # Inside
 
     def _ticket(self) -> int:
         self._next_ticket += 1
         return self._next_ticket
-
-    def _group(self, family: int) -> int:
-        return self._shares.group_of(self.families[family].tenant)
 
     def _reserve(
         self, reservation: _Reservation, family: Family, block: Block, present: int, keep: frozenset[int]
@@ -392,7 +395,7 @@ class Ledger:
                 return None
             slot = self.table.take()
         offset = self.space.allocate(size, slot)
-        if offset is None and self._evict(self._room.for_payload(size, group, keep, self.families)):
+        if offset is None and self._evict(self._room.for_payload(size, group, keep)):
             offset = self.space.allocate(size, slot)
         if offset is None:
             self.table.give_back(slot)
@@ -405,7 +408,7 @@ class Ledger:
 
     def _admit(self, slot: int, record: Record) -> None:
         """A block is there: let the policy know. Its family has been charged."""
-        group = self._group(record.family)
+        group = self._shares.group_of(self.families[record.family].tenant)
         self._shares.charge(group, slot_bytes_for(record.payload_bytes))
         self._policy.add(slot, group, int.from_bytes(record.block.id[:8], "little"))
 

@@ -34,6 +34,10 @@ class Policy(Protocol):
 
     def discard(self, slot: int, *, evicted: bool) -> None: ...
 
+    def group_of(self, slot: int) -> int:
+        """As it was told when the block was new."""
+        ...
+
     def victim(self, group: int, usable: Usable) -> int | None:
         """The block of the group to give up next, or None if none is usable."""
         ...
@@ -63,6 +67,9 @@ class Lru:
 
     def discard(self, slot: int, *, evicted: bool) -> None:
         self._queues.unlink(self._group[slot], slot)
+
+    def group_of(self, slot: int) -> int:
+        return self._group[slot]
 
     def victim(self, group: int, usable: Usable) -> int | None:
         queues = self._queues
@@ -105,6 +112,9 @@ class S3Fifo:
             ghosts[self._keys[slot]] = None
             while len(ghosts) > max(16, self._queues.length(2 * group + 1)):
                 del ghosts[next(iter(ghosts))]
+
+    def group_of(self, slot: int) -> int:
+        return self._queue_of[slot] // 2
 
     def victim(self, group: int, usable: Usable) -> int | None:
         small, main = 2 * group, 2 * group + 1
@@ -152,6 +162,9 @@ class CostAware:
 
     def discard(self, slot: int, *, evicted: bool) -> None:
         self._queues.unlink(self._group[slot], slot)
+
+    def group_of(self, slot: int) -> int:
+        return self._group[slot]
 
     def victim(self, group: int, usable: Usable) -> int | None:
         queues, credit = self._queues, self._credit

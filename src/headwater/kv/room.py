@@ -3,7 +3,6 @@ evicted here."""
 
 from collections.abc import Sequence
 
-from headwater.kv.families import Families
 from headwater.kv.leases import Leases, Pins
 from headwater.kv.policies import Policy
 from headwater.kv.shares import Shares
@@ -33,7 +32,7 @@ class Room:
         payers = self._shares.payers(group)
         return next((slot for payer in payers if (slot := self._policy.victim(payer, usable)) is not None), None)
 
-    def for_payload(self, payload_bytes: int, group: int, keep: frozenset[int], families: Families) -> list[int]:
+    def for_payload(self, payload_bytes: int, group: int, keep: frozenset[int]) -> list[int]:
         """Blocks whose eviction makes room for one such payload: one of that size, or a whole chunk of blocks of
         another size if those are next to go. Empty if nothing may go."""
         wanted = slot_bytes_for(payload_bytes)
@@ -45,15 +44,14 @@ class Room:
             if self._space.slot_bytes_at(offset) == wanted:
                 return [victim]
             neighbours = self._space.neighbours(offset)
-            payers = self._shares.payers(group)
-            if all(self._may_go(slot, payers, keep, families) for slot in neighbours):
+            payers = tuple(self._shares.payers(group))
+            if all(self._may_go(slot, payers, keep) for slot in neighbours):
                 return neighbours
             keep = keep.union(neighbours)
         alike = self.victim(group, keep, wanted)
         return [] if alike is None else [alike]
 
-    def _may_go(self, slot: int, payers: Sequence[int], keep: frozenset[int], families: Families) -> bool:
-        record = self._table.read(slot)
-        if record is None or self._readers[slot] or slot in self._pins or slot in keep:
+    def _may_go(self, slot: int, payers: Sequence[int], keep: frozenset[int]) -> bool:
+        if self._table.read(slot) is None or self._readers[slot] or slot in self._pins or slot in keep:
             return False
-        return self._shares.group_of(families[record.family].tenant) in payers
+        return self._policy.group_of(slot) in payers

@@ -1,51 +1,103 @@
-"""Which part of a tier each tenant may count on.
+"""Which part of a tier each tenant may count on, and which it may fill.
 
-A share is a guarantee, not a fence: what one leaves unused others may use, and when room is needed the block to go is
-one of whoever is furthest over its share. A tenant within its share never loses a block to one that is not. Tenants
-without a share of their own form one group that has what the others leave.
+Guaranteed: what one leaves unused others may use, and when room is needed the block to go is one of whoever is furthest
+over its share. A tenant within its share never loses a block to one that is not. What is not guaranteed to somebody is
+divided, while there is not enough for all, between the tenants with a limit, by their limits, and all others together,
+who count as 1: so a limit of 0.1 means a tenth of it at most, and less where others have limits too.
+
+Blocks stay in the group that their tenant belonged to when they came. Limits come from requests and go with the last
+block; at most so many tenants have one of their own at a time, further ones are among the others.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from headwater.errors import ConfigError
 
 OTHERS = 0
-"""The group of all tenants without a share of their own."""
-MAX_SHARES = 1024
+"""The group of all tenants without a share or limit of their own."""
+MAX_GROUPS = 1024
 
 
 class Shares:
-    """`shares`: tenant to fraction of the tier, together less than 1."""
+    """`guaranteed`: tenant to fraction of the tier, together less than 1."""
 
-    def __init__(self, shares: Mapping[str, float] | None = None) -> None:
-        named = dict(shares or {})
+    num_groups = MAX_GROUPS + 1
+
+    def __init__(self, guaranteed: Mapping[str, float] | None = None) -> None:
+        named = dict(guaranteed or {})
         total = sum(named.values())
-        if len(named) > MAX_SHARES or any(not 0 < share < 1 for share in named.values()) or total >= 1:
+        if len(named) >= MAX_GROUPS or any(not 0 < share < 1 for share in named.values()) or total >= 1:
             raise ConfigError(
-                f"tenant shares {named}: each must be between 0 and 1, all together less than 1, at most {MAX_SHARES}"
+                f"tenant shares {named}: each must be between 0 and 1, all together less than 1, under {MAX_GROUPS}"
             )
         self._groups = {tenant: number for number, tenant in enumerate(named, start=1)}
-        self._fractions = [1.0 - total, *named.values()]
-        self._used = [0] * len(self._fractions)
+        self._guaranteed = [0.0, *named.values()]
+        self._divided = 1.0 - total
+        self._limits: dict[int, float] = {OTHERS: 1.0}
+        """By group; of groups without a tenant too, as long as they have blocks."""
+        self._used: dict[int, int] = {}
+        """Of groups that have any."""
 
     @property
-    def num_groups(self) -> int:
-        return len(self._fractions)
+    def used_bytes(self) -> int:
+        """Of all groups."""
+        return sum(self._used.values())
 
     def group_of(self, tenant: str) -> int:
         return self._groups.get(tenant, OTHERS)
 
+    def limit(self, tenant: str, fraction: float) -> None:
+        """What a tenant without a guarantee may fill while others want room; 1: as much as anybody."""
+        group = self.group_of(tenant)
+        if not tenant or 0 < group < len(self._guaranteed):
+            return
+        if fraction >= 1:
+            self._groups.pop(tenant, None)
+        elif group != OTHERS or (group := self._free_group()) != OTHERS:
+            self._groups[tenant] = group
+            self._limits[group] = fraction
+
     def charge(self, group: int, num_bytes: int) -> None:
         """Negative to give back."""
-        self._used[group] += num_bytes
+        used = self._used.get(group, 0) + num_bytes
+        if used:
+            self._used[group] = used
+        else:
+            del self._used[group]
 
-    def payers(self, asking: int) -> Sequence[int]:
+    def payers(self, asking: int) -> Iterator[int]:
         """Groups in the order in which they should give up a block for `asking`: those over their share by most
         first. Groups within their share are left out, unless it is the asking one's own."""
-        if len(self._used) == 1:
-            return (OTHERS,)
-        total = sum(self._used)
-        pressure = [used / fraction for used, fraction in zip(self._used, self._fractions, strict=True)]
-        over = [group for group in range(len(pressure)) if pressure[group] > total]
-        over.sort(key=lambda group: (-pressure[group], group != asking))
-        return over if asking in over else [*over, asking]
+        if len(self._limits) == len(self._guaranteed) == 1:
+            yield OTHERS
+            return
+        over = self._over(asking)
+        if over:
+            # Mostly the first one will do; only then are the others put in order.
+            yield max(over, key=lambda group: (over[group], group == asking))
+            yield from sorted(over, key=lambda group: (-over[group], group != asking))[1:]
+        if asking not in over:
+            yield asking
+
+    def _over(self, asking: int) -> dict[int, float]:
+        """Groups over their share, and how much they press: bytes per part of the tier."""
+        total = self.used_bytes
+        dividing = {OTHERS, asking, *self._used} & self._limits.keys()
+        divided = self._divided / sum(map(self._limits.__getitem__, dividing))
+        over: dict[int, float] = {}
+        for group, used in self._used.items():
+            limit = self._limits.get(group)
+            pressure = used / (self._guaranteed[group] if limit is None else divided * limit)
+            if pressure > total:
+                over[group] = pressure
+        return over
+
+    def _free_group(self) -> int:
+        """One without blocks; its former tenant is among the others then."""
+        first = len(self._guaranteed)
+        if len(self._limits) + first <= MAX_GROUPS:
+            return first + len(self._limits) - 1
+        group = next((group for group in range(first, MAX_GROUPS) if group not in self._used), OTHERS)
+        if group != OTHERS:
+            self._groups = {tenant: number for tenant, number in self._groups.items() if number != group}
+        return group

@@ -4,6 +4,9 @@
          └─ match (bounded) ──nothing worth loading──> engine
                             └─> engine, blocks reserved ── on_load ── copy ──> the engine computes the rest
 
+A request whose prompt is to be computed by another worker stays here instead, if what the store has leaves little of it
+and that is computed sooner than the other worker would have all: what the store saves here, it does not save there.
+
 A request never waits for the store longer than a small part of what computing would take, never fails because of it,
 and is never sent twice. Other nodes and object stores are asked about what is not known here for as long as that is
 short beside computing.
@@ -14,11 +17,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headwater.engines.base import Engine, KvPort
+from headwater.engines.base import KvPort
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.store import Piece
-from headwater.kv.pricing import PrefillMs, TierRun
-from headwater.protocol.request import EngineRequest
+from headwater.kv.pricing import LoadPlan, PrefillMs, TierRun
+from headwater.protocol.request import EngineRequest, RemotePrefill
 from headwater.scheduler.outside import LoadEnded, LoadStarted
 from headwater.tiers.chains import RequestBlocks
 
@@ -36,6 +39,11 @@ _PATIENCE = 4.0
 _MIN_PATIENCE_S = 0.25
 _ENGINE_SLACK_S = 2.0
 """... and the engine waits this much longer, should all else fail."""
+_SMALL_PART = 0.25
+"""Of what another worker would compute: more is not computed here, where others decode."""
+
+Submit = Callable[[EngineRequest], None]
+"""Lets a request go on as if there were no store."""
 
 
 @dataclass(slots=True)
@@ -51,19 +59,19 @@ class _Load:
 class Onloader:
     """Implements `KvLoader`. Lives on the event loop of the engine."""
 
-    def __init__(self, engine: Engine, port: KvPort, client: StoreClient, prefill_ms: PrefillMs) -> None:
+    def __init__(self, submit: Submit, port: KvPort, client: StoreClient, prefill_ms: PrefillMs) -> None:
         self.num_blocks = 0
         """Loaded."""
         self.num_short = 0
         """Requests of which fewer blocks came than were expected."""
-        self._engine, self._port, self._client, self._prefill_ms = engine, port, client, prefill_ms
+        self._submit, self._port, self._client, self._prefill_ms = submit, port, client, prefill_ms
         self._loop = asyncio.get_running_loop()
         self._considering: dict[int, asyncio.Task[None]] = {}
         self._loads: dict[int, _Load] = {}
         self._rest_until = 0.0
 
     def take(self, request: EngineRequest, blocks: RequestBlocks) -> bool:
-        """Whether the request goes to the engine from here, perhaps a moment later; else it is to go there now."""
+        """Whether the request goes on from here, perhaps a moment later; else it is to go on now."""
         if self._client.problem or self._loop.time() < self._rest_until:
             return False
         cached = self._port.num_resident(blocks.chain.ids)
@@ -98,8 +106,9 @@ class Onloader:
             _log.exception("looking for a prefix in the store failed", extra={"request_id": request.request_id})
             load = None
         if load is None:
-            self._engine.submit([request])
+            self._submit(request)
             return
+        request.prefill = None
         self._loads[request.stream] = load
         self._port.submit_loading(request, self, load.patience_s + _ENGINE_SLACK_S)
 
@@ -117,10 +126,23 @@ class Onloader:
             cached_tokens=cached * tokens,
             block_tokens=tokens,
         )
-        if not plan.num_blocks:
+        if not plan.num_blocks or not self._worth_staying(request.prefill, blocks, cached + plan.num_blocks, plan):
             return None
         patience_s = max(_MIN_PATIENCE_S, _PATIENCE * plan.load_ms / 1e3)
         return _Load(request, blocks.chain.part(0, cached + plan.num_blocks), patience_s)
+
+    def _worth_staying(
+        self, elsewhere: RemotePrefill | None, blocks: RequestBlocks, num_blocks: int, plan: LoadPlan
+    ) -> bool:
+        """Whether loading up to that block and computing the rest here is better than having it computed elsewhere."""
+        if elsewhere is None:
+            return True
+        have = num_blocks * blocks.block_tokens
+        left = blocks.num_tokens - have
+        if left > _SMALL_PART * (blocks.num_tokens - elsewhere.expected_cached_tokens):
+            return False
+        there_ms = elsewhere.expected_ms or self._prefill_ms(blocks.num_tokens, 0)
+        return plan.load_ms + self._prefill_ms(left, have) < there_ms
 
     async def _match(self, chain: Piece, ask_s: float) -> list[TierRun]:
         try:

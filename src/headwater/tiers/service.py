@@ -25,7 +25,7 @@ from headwater.protocol.events import (
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.tiers.chains import Chains
 from headwater.tiers.offload import Offloader
-from headwater.tiers.onload import Onloader
+from headwater.tiers.onload import Onloader, Submit
 from headwater.types import Tier
 
 _log = logging.getLogger(__name__)
@@ -49,15 +49,19 @@ class KvTiers:
         self._steps.assume()
         self._chunk_tokens = 1
         self._described: dict[Family, float] = {}
+        self._limits: dict[str, float] = {}
+        """By tenant, as the store was told them."""
+        self._limits_told_to = 0
         self._describing: asyncio.Task[None] | None = None
         self._chains: Chains | None = None
         self._onloader: Onloader | None = None
         self._offloader: Offloader | None = None
 
-    async def start(self, info: EngineInfo, patience_s: float = 2.0) -> None:
+    async def start(self, info: EngineInfo, submit: Submit, patience_s: float = 2.0) -> None:
         """Connect. Without a store, or with an engine that has nothing to give it, everything goes on as without.
 
-        `patience_s`: for a store that is still starting. What is computed before it is there is not in it."""
+        `submit`: where requests go that were looked at in vain. `patience_s`: for a store that is still starting. What
+        is computed before it is there is not in it."""
         port = self._engine.kv
         if port is None or port.blocks.view is None:
             _log.warning("the KV store is not used: the %s engine gives no access to its KV memory", info.engine)
@@ -67,7 +71,7 @@ class KvTiers:
             _log.warning("going on without a KV store until there is one: %s", self._client.problem)
         self._chunk_tokens = max(1, info.max_num_batched_tokens)
         self._chains = Chains(info.card, port.blocks.block_bytes)
-        self._onloader = Onloader(self._engine, port, self._client, self._prefill_ms)
+        self._onloader = Onloader(submit, port, self._client, self._prefill_ms)
         self._offloader = Offloader(port, self._client, self._describe)
 
     def take(self, request: EngineRequest) -> bool:
@@ -75,9 +79,10 @@ class KvTiers:
         if self._chains is None or self._onloader is None or self._offloader is None:
             return False
         blocks = self._chains.of(request)
+        self._limit(request)
         self._offloader.opened(request.stream, blocks.chain)
         self._offloader.found(blocks.chain)
-        return request.prefill is None and self._onloader.take(request, blocks)
+        return self._onloader.take(request, blocks)
 
     def abort(self, streams: Sequence[int]) -> None:
         if self._onloader is not None and self._offloader is not None:
@@ -121,6 +126,17 @@ class KvTiers:
 
     def _prefill_ms(self, new_tokens: int, cached_tokens: int) -> float:
         return self._steps.prefill_ms(new_tokens, cached_tokens, chunk_tokens=self._chunk_tokens)
+
+    def _limit(self, request: EngineRequest) -> None:
+        """Tell the store what a tenant may fill, before it is offered any of that."""
+        if self._client.problem:
+            return
+        if self._limits_told_to != self._client.num_connections or len(self._limits) > _MAX_DESCRIBED:
+            self._limits.clear()
+            self._limits_told_to = self._client.num_connections
+        if self._limits.get(request.tenant) != request.kv_share:
+            self._limits[request.tenant] = request.kv_share
+            self._client.limit(request.tenant, request.kv_share)
 
     def _describe(self, family: Family) -> None:
         """Tell the store what its blocks save, now and then."""

@@ -211,6 +211,10 @@ class StoreClient:
         with contextlib.suppress(StoreError):
             await self._ask(wire.Describe(0, family, *rate), wire.Counted)
 
+    def limit(self, tenant: str, fraction: float) -> None:
+        """How much of each tier the blocks of a tenant, offered from now on, may fill while others want room."""
+        self._tell(wire.Limit(0, tenant, fraction))
+
     # Operators: these raise `StoreError`
 
     async def pin(self, ids: bytes, seconds: float) -> int:

@@ -6,7 +6,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -89,7 +89,8 @@ def _open_object(options: NodeOptions, clock: Clock) -> TierStore:
     except ModuleNotFoundError as error:
         raise ConfigError(f"an object tier needs {error.name}", hint='pip install "headwater[object]"') from None
     owner = options.owner or socket.gethostname()
-    return ObjectTier(parse_object_url(options.object_url, owner=owner, setting=options.object_setting), clock=clock)
+    place = parse_object_url(options.object_url, owner=owner, setting=options.object_setting)
+    return ObjectTier(replace(place, shares=options.host.shares), clock=clock)
 
 
 async def serve_store(options: NodeOptions, path: Path, on_ready: Callable[[], None]) -> None:

@@ -69,6 +69,10 @@ class Requests:
                 rate = ComputeRate(request.token_ms, request.pair_ms, request.block_tokens)
                 self._store.prices.describe(request.family, rate)
                 return wire.Counted(request.serial, 0)
+            case wire.Limit():
+                for tier in self._store.tiers:
+                    tier.limit(request.tenant, request.fraction)
+                return wire.Counted(request.serial, 0)
             case wire.Pin():
                 return wire.Counted(request.serial, self._pin(request))
             case wire.AskStatus():

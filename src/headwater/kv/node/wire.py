@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from headwater.errors import ProtocolError
-from headwater.kv.block import Family
+from headwater.kv.block import Family, Label
 from headwater.kv.pricing import TierRun
 from headwater.kv.stores.shared_pool import PoolLayout
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored
@@ -105,6 +105,12 @@ class Describe(_Message, frozen=True):
     token_ms: float
     pair_ms: float
     block_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+
+
+class Limit(_Message, frozen=True):
+    tenant: Label
+    fraction: Annotated[float, msgspec.Meta(gt=0, le=1)]
+    """The most of each tier that its blocks may fill while others want room."""
 
 
 class Pin(_Message, frozen=True):
@@ -258,7 +264,7 @@ class Failed(_Message, frozen=True):
 
 
 Request = (
-    Hello | Reserve | Commit | Lease | Release | Used | Locate | Prefetch | Describe | Pin | Remove | Clear
+    Hello | Reserve | Commit | Lease | Release | Used | Locate | Prefetch | Describe | Limit | Pin | Remove | Clear
     | AskStatus | ListBlocks | Verify | Warm
 )  # fmt: skip
 Answer = (

@@ -102,6 +102,11 @@ class TierStore(Protocol):
         """Forget all blocks of a tenant, of a model, of both together, or of everyone; how many there were."""
         ...
 
+    def limit(self, tenant: str, fraction: float) -> None:
+        """How much of the tier blocks of this tenant may fill while others want room; 1: as much as anybody. For blocks
+        that are put from now on; what was guaranteed to the tenant stays."""
+        ...
+
     def usage(self) -> TierUsage: ...
 
     def drain_events(self) -> list[TierEvent]:

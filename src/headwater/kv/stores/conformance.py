@@ -200,6 +200,28 @@ class TierConformance:
         await tier.close()
 
     @on_loop
+    async def test_a_tenant_that_floods_takes_no_more_than_its_limit(self) -> None:
+        tier = await self.open_tier()
+        ours = [Run(f"ours {number}", 16) for number in range(10 * ROOM_BLOCKS // 16)]
+        for run in ours:
+            await run.put(tier)
+        before = sum(sum(tier.known(run.ids)) for run in ours)
+        tier.limit("tenant-b", 0.25)
+        theirs = [Run(f"theirs {number}", 16, OTHER) for number in range(12 * ROOM_BLOCKS // 16)]
+        for run in theirs:
+            await run.put(tier)
+        left = sum(sum(tier.known(run.ids)) for run in ours)
+        held = sum(sum(tier.known(run.ids)) for run in theirs)
+        assert held >= ROOM_BLOCKS // 16, "within its limit it has room"
+        # Room is made a little more at a time than is needed, and in whole objects.
+        assert left >= 0.7 * before
+        tier.limit("tenant-b", 1.0)
+        for run in theirs:
+            await run.put(tier)
+        assert sum(sum(tier.known(run.ids)) for run in ours) < 0.5 * before, "as much as anybody"
+        await tier.close()
+
+    @on_loop
     async def test_events_add_up_to_what_is_resident(self) -> None:
         tier = await self.open_tier()
         resident = ResidentBlocks()

@@ -124,6 +124,9 @@ class LedgerTier:
         self._check_open()
         return await in_steps(self.ledger.clear(tenant=tenant, model=model))
 
+    def limit(self, tenant: str, fraction: float) -> None:
+        self.ledger.limit(tenant, fraction)
+
     def drain_events(self) -> list[TierEvent]:
         return self.ledger.drain_events()
 

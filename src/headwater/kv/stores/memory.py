@@ -9,6 +9,7 @@ from headwater.kv.block import Block, Family
 from headwater.kv.checksum import checksum
 from headwater.kv.identity import split_block_ids
 from headwater.kv.resident import stored_runs
+from headwater.kv.shares import Shares
 from headwater.kv.stores.base import Absent, Kept, TierEvent, TierUsage
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored
 from headwater.types import Tier
@@ -22,6 +23,8 @@ class MemoryTier:
     def __init__(self, cap_bytes: int, tier: Tier = "host") -> None:
         self.tier: Tier = tier
         self._blocks: dict[bytes, tuple[Family, Block, bytes]] = {}
+        self._shares = Shares()
+        self._groups: dict[bytes, int] = {}
         self._usage = TierUsage(0, 0, cap_bytes)
         self._events: list[TierEvent] = []
         self._closed = False
@@ -53,6 +56,9 @@ class MemoryTier:
         doomed = [block_id for block_id, (family, _, _) in self._blocks.items() if family.matches(tenant, model)]
         return sum(self._drop(block_id) for block_id in doomed)
 
+    def limit(self, tenant: str, fraction: float) -> None:
+        self._shares.limit(tenant, fraction)
+
     def usage(self) -> TierUsage:
         return self._usage
 
@@ -80,15 +86,22 @@ class MemoryTier:
             return Kept.PRESENT
         evicted = 0
         while self._usage.used_bytes + len(payload) > self._usage.cap_bytes:
-            victim = next((block_id for block_id in self._blocks if block_id not in batch), None)
+            victim = self._victim(family.tenant, batch)
             if victim is None or len(payload) > self._usage.cap_bytes:
                 self._count(num_refused=1)
                 return Kept.REFUSED
             evicted += self._drop(victim)
         self._blocks[block.id] = family, block, payload
+        self._groups[block.id] = self._shares.group_of(family.tenant)
+        self._shares.charge(self._groups[block.id], len(payload))
         self._count(num_stored=1, num_evicted=evicted, num_blocks=1, used_bytes=len(payload))
         self._note(BlocksStored(block.id, block.parent, self.tier))
         return Kept.STORED
+
+    def _victim(self, tenant: str, batch: set[bytes]) -> bytes | None:
+        payers = self._shares.payers(self._shares.group_of(tenant))
+        mine = (block_id for payer in payers for block_id in self._blocks if self._groups[block_id] == payer)
+        return next((block_id for block_id in mine if block_id not in batch), None)
 
     def _get(self, family: Family, block_id: bytes, into: memoryview) -> Block | Absent:
         found = self._blocks.get(block_id)
@@ -109,6 +122,7 @@ class MemoryTier:
         found = self._blocks.pop(block_id, None)
         if found is None:
             return 0
+        self._shares.charge(self._groups.pop(block_id), -len(found[2]))
         self._count(num_blocks=-1, used_bytes=-len(found[2]))
         self._note(BlocksRemoved(block_id, self.tier))
         return 1

@@ -278,6 +278,9 @@ class PeerTier:
     def usage(self) -> TierUsage:
         return replace(self._usage, num_blocks=len(self._seen))
 
+    def limit(self, tenant: str, fraction: float) -> None:
+        """Nothing is written to peers."""
+
     def drain_events(self) -> list[TierEvent]:
         now = self._clock.now()
         while self._seen and (oldest := next(iter(self._seen.items())))[1].until <= now:

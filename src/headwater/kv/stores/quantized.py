@@ -114,6 +114,9 @@ class QuantizedTier:
     async def clear(self, *, tenant: str | None = None, model: str | None = None) -> int:
         return await self.inner.clear(tenant=tenant, model=model)
 
+    def limit(self, tenant: str, fraction: float) -> None:
+        self.inner.limit(tenant, fraction)
+
     def usage(self) -> TierUsage:
         return self.inner.usage()
 

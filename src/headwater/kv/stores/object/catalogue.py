@@ -11,6 +11,7 @@ from itertools import chain
 from headwater.kv.block import ROOT, Block, Family
 from headwater.kv.identity import split_block_ids
 from headwater.kv.journal import Journal
+from headwater.kv.shares import Shares
 from headwater.kv.stores.base import TierEvent, TierUsage
 from headwater.kv.stores.object.gathering import Gathering, Loose
 from headwater.kv.stores.object.known import KnownBlocks, KnownRun
@@ -44,9 +45,10 @@ class Catalogue:
     def __init__(self, options: ObjectOptions) -> None:
         self.options = options
         self.count = Counters()
-        self.ledger = Ledger()
+        self.shares = Shares(options.shares)
+        self.ledger = Ledger(self.shares)
         self.blocks = KnownBlocks()
-        self.gathering = Gathering()
+        self.gathering = Gathering(self.shares)
         self.families: dict[bytes, Family] = {}
         self.doomed: dict[bytes, Doomed] = {}
         """Objects that must go but are still there, or may be: those of ours count until they are gone."""
@@ -154,7 +156,7 @@ class Catalogue:
     def own(self, shape: RunShape, name: bytes, epoch: float) -> None:
         self._settle_doubt(name)
         self.doomed.pop(name, None)
-        self.ledger.add(name, Owned(shape.folder, shape.object_bytes, int(epoch)))
+        self.ledger.add(name, Owned(shape.folder, shape.object_bytes, int(epoch)), self._group(shape))
 
     def doubt(self, shape: RunShape, name: bytes) -> None:
         """A write of unknown outcome: counted and doomed until the bucket has answered."""
@@ -170,12 +172,13 @@ class Catalogue:
         self.ledger.remove(name)
         self.forget(name)
 
-    def victims(self, num_bytes: int, spared: set[bytes]) -> list[Doomed]:
-        """Objects of ours whose going makes room, the least recently used first, and doomed ones before all. They are
-        invisible from now on."""
+    def victims(self, num_bytes: int, spared: set[bytes], group: int) -> list[Doomed]:
+        """Objects of ours whose going makes room for a group of tenants: of whoever has to pay, the least recently used
+        first, and doomed ones before all. They are invisible from now on."""
         chosen = list(self.doomed.values())
         freed = sum(self._doubtful.get(one.name, 0) or self._owned_bytes(one.name) for one in chosen)
-        for name, owned in self.ledger.oldest():
+        payers = self.shares.payers(group)
+        for name, owned in chain.from_iterable(self.ledger.oldest(payer) for payer in payers):
             if freed >= num_bytes:
                 break
             if name in spared or name in self.doomed:
@@ -183,6 +186,14 @@ class Catalogue:
             chosen.append(self.evict(name, owned))
             freed += owned.num_bytes
         return chosen
+
+    def gathered(self, group: int) -> Iterator[Loose]:
+        """Blocks in memory in the order in which they make room for a group of tenants."""
+        oldest = self.gathering.oldest()
+        return (loose for payer in self.shares.payers(group) for loose in oldest if loose.group == payer)
+
+    def _group(self, shape: RunShape) -> int:
+        return self.shares.group_of(self.families[shape.family].tenant)
 
     def evict(self, name: bytes, owned: Owned) -> Doomed:
         """An object of ours that must go: invisible from now on."""

@@ -1,9 +1,10 @@
 """Blocks that wait in memory until their run is whole, in any order of arrival. Pure."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headwater.kv.block import Block
+from headwater.kv.shares import OTHERS, Shares
 from headwater.kv.stores.object.known import KnownRun
 from headwater.kv.stores.object.runs import RunShape
 
@@ -15,6 +16,8 @@ class Loose:
     shape: RunShape
     block: Block
     payload: memoryview
+    group: int = OTHERS
+    """Of tenants: to whom its bytes are charged while it waits here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,11 @@ Finder = Callable[[bytes], "Loose | tuple[KnownRun, int] | None"]
 
 
 class Gathering:
-    """See the module docstring. The oldest is dropped first when there is no room: the caller sees to that."""
+    """See the module docstring. The oldest is dropped first when there is no room: the caller sees to that. What waits
+    counts in `shares`."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: Shares | None = None) -> None:
+        self._shares = shares or Shares()
         self._loose: dict[bytes, Loose] = {}
         self._waiting: dict[bytes, set[bytes]] = {}
         """For the id of a block that is missing, the last blocks of runs that wait for it."""
@@ -52,13 +57,15 @@ class Gathering:
 
     def add(self, loose: Loose) -> None:
         """Takes a copy of the bytes."""
-        self._loose[loose.block.id] = Loose(loose.shape, loose.block, memoryview(bytes(loose.payload)))
+        self._loose[loose.block.id] = replace(loose, payload=memoryview(bytes(loose.payload)))
         self.num_bytes += len(loose.payload)
+        self._shares.charge(loose.group, len(loose.payload))
 
     def pop(self, block_id: bytes) -> Loose | None:
         loose = self._loose.pop(block_id, None)
         if loose is not None:
             self.num_bytes -= len(loose.payload)
+            self._shares.charge(loose.group, -len(loose.payload))
         return loose
 
     def oldest(self) -> list[Loose]:

@@ -5,10 +5,14 @@ Objects written after the last saving and before a crash belong to nobody; they 
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from struct import Struct
 from typing import NamedTuple
 
 import msgspec
+
+from headwater.kv.shares import OTHERS, Shares
 
 _ENTRY = Struct("<16sQ")
 _VERSION = 1
@@ -32,57 +36,71 @@ class _Saved(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """Objects in order of use, the least recently used first."""
+    """Objects of each group of tenants in order of use, the least recently used first. They count in `shares`."""
 
-    def __init__(self) -> None:
-        self._owned: OrderedDict[bytes, Owned] = OrderedDict()
+    def __init__(self, shares: Shares | None = None) -> None:
+        self._shares = shares or Shares()
+        self._queues: dict[int, OrderedDict[bytes, Owned]] = {}
+        self._groups: dict[bytes, int] = {}
         self._gone: set[bytes] = set()
         self.used_bytes = 0
         self.num_changes = 0
         """Since it was last saved."""
 
     def __len__(self) -> int:
-        return len(self._owned)
+        return len(self._groups)
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._owned
+        return name in self._groups
 
     def get(self, name: bytes) -> Owned | None:
-        return self._owned.get(name)
+        group = self._groups.get(name)
+        return self._queues[group][name] if group is not None else None
 
-    def add(self, name: bytes, owned: Owned) -> None:
-        if name in self._owned:
+    def add(self, name: bytes, owned: Owned, group: int = OTHERS) -> None:
+        if name in self._groups:
             return
-        self._owned[name] = owned
+        self._enter(name, owned, group)
         self._gone.discard(name)
-        self.used_bytes += owned.num_bytes
         self.num_changes += 1
 
     def remove(self, name: bytes) -> bool:
-        owned = self._owned.pop(name, None)
-        if owned is None:
+        group = self._groups.pop(name, None)
+        if group is None:
             return False
+        owned = self._queues[group].pop(name)
         self._gone.add(name)
         self.used_bytes -= owned.num_bytes
+        self._shares.charge(group, -owned.num_bytes)
         self.num_changes += 1
         return True
 
     def touch(self, name: bytes) -> None:
-        if name in self._owned:
-            self._owned.move_to_end(name)
+        group = self._groups.get(name)
+        if group is not None:
+            self._queues[group].move_to_end(name)
 
-    def oldest(self) -> list[tuple[bytes, Owned]]:
-        """All, the least recently used first."""
-        return list(self._owned.items())
+    def oldest(self, group: int) -> Iterable[tuple[bytes, Owned]]:
+        """All of a group, the least recently used first. Nothing may be added or removed meanwhile."""
+        return self._queues.get(group, {}).items()
 
     def written_before(self, epoch: float) -> list[tuple[bytes, Owned]]:
-        return [(name, owned) for name, owned in self._owned.items() if owned.written_at < epoch]
+        return [(name, owned) for name, owned in self._all() if owned.written_at < epoch]
+
+    def _all(self) -> Iterator[tuple[bytes, Owned]]:
+        return chain.from_iterable(queue.items() for queue in self._queues.values())
+
+    def _enter(self, name: bytes, owned: Owned, group: int) -> None:
+        self._queues.setdefault(group, OrderedDict())[name] = owned
+        self._groups[name] = group
+        self.used_bytes += owned.num_bytes
+        self._shares.charge(group, owned.num_bytes)
 
     # Saving
 
     def encode(self) -> bytes:
         packed: dict[str, tuple[int, bytearray]] = {}
-        for name, owned in self._owned.items():
+        for name, owned in self._all():
             _, entries = packed.setdefault(owned.folder, (owned.num_bytes, bytearray()))
             entries += _ENTRY.pack(name, owned.written_at)
         folders = {folder: _Folder(size, bytes(entries)) for folder, (size, entries) in packed.items()}
@@ -95,17 +113,17 @@ class Ledger:
             self._gone.clear()
 
     def merge(self, data: bytes | memoryview) -> int:
-        """Add what a saved ledger has and we did not give up since; how many. Raises `msgspec.MsgspecError`."""
+        """Add what a saved ledger has and we did not give up since; how many. Raises `msgspec.MsgspecError`. Whose they
+        were was not saved: they count as others', and as used before ours."""
         saved = msgspec.msgpack.decode(data, type=_Saved)
         if saved.version != _VERSION:
             raise msgspec.ValidationError(f"a ledger of version {saved.version}; this side writes {_VERSION}")
-        ours, self._owned = self._owned, OrderedDict()
-        before = len(ours)
+        before = len(self._groups)
+        ours = self._queues.pop(OTHERS, OrderedDict())
         for folder, found in saved.folders.items():
             whole = len(found.entries) // _ENTRY.size * _ENTRY.size
             for name, written_at in _ENTRY.iter_unpack(found.entries[:whole]):
-                if name not in ours and name not in self._gone:
-                    self._owned[name] = Owned(folder, found.object_bytes, written_at)
-                    self.used_bytes += found.object_bytes
-        self._owned.update(ours)
-        return len(self._owned) - before
+                if name not in self._groups and name not in self._gone:
+                    self._enter(name, Owned(folder, found.object_bytes, written_at), OTHERS)
+        self._queues.setdefault(OTHERS, OrderedDict()).update(ours)
+        return len(self._groups) - before

@@ -6,7 +6,8 @@
 Credentials never belong here: they come from the environment, a profile or the machine's identity.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from urllib.parse import parse_qsl, urlsplit
 
 from headwater.config.units import parse_bytes, parse_seconds
@@ -37,6 +38,8 @@ class ObjectOptions:
     """Where a person has set this, for messages."""
     owner: str = "node"
     """Name of this node's ledger: the same over restarts, another on each node."""
+    shares: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Guaranteed to tenants, as fractions of the cap."""
     min_object_bytes: int = MIN_OBJECT_BYTES
     target_object_bytes: int = TARGET_OBJECT_BYTES
     gather_bytes: int = 256 << 20

@@ -83,6 +83,9 @@ class ObjectTier:
         self._check_open()
         return await self._upkeep.clear(tenant=tenant, model=model)
 
+    def limit(self, tenant: str, fraction: float) -> None:
+        self._catalogue.shares.limit(tenant, fraction)
+
     def usage(self) -> TierUsage:
         return self._catalogue.usage()
 

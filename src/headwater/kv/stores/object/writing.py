@@ -41,6 +41,7 @@ class Writer:
     async def put(self, family: Family, blocks: Sequence[Block], payloads: Sequence[memoryview]) -> list[Kept]:
         await self._landed(blocks)
         shape = self._catalogue.shape(family)
+        group = self._catalogue.shares.group_of(family.tenant)
         answers: dict[bytes, Kept] = {}
         order: list[Kept | bytes] = []
         fresh: dict[bytes, Loose] = {}
@@ -51,7 +52,7 @@ class Writer:
             elif self._catalogue.restore(block):
                 order.append(Kept.STORED)
             else:
-                fresh[block.id] = Loose(shape, block, payload)
+                fresh[block.id] = Loose(shape, block, payload, group)
                 order.append(block.id)
         if fresh:
             answers = await self._put_fresh(shape, fresh)
@@ -59,8 +60,8 @@ class Writer:
         self._count(kept)
         return kept
 
-    async def make_room(self, num_bytes: int, spared: set[bytes]) -> bool:
-        """Delete objects of ours until that many bytes fit; False if they cannot."""
+    async def make_room(self, num_bytes: int, spared: set[bytes], group: int) -> bool:
+        """Delete objects of ours until that many bytes of a group of tenants fit; False if they cannot."""
         catalogue = self._catalogue
         if catalogue.fits(num_bytes):
             return True
@@ -72,8 +73,8 @@ class Writer:
                 if missing <= 0:
                     return True
                 slack = min(catalogue.options.cap_bytes // 50, 8 * num_bytes)
-                victims = catalogue.victims(missing + slack, spared)
-                if not victims and not self._drop_gathered(missing, spared):
+                victims = catalogue.victims(missing + slack, spared, group)
+                if not victims and not self._drop_gathered(missing, spared, group):
                     return False
                 await self.delete(victims)
         return False
@@ -148,23 +149,24 @@ class Writer:
     async def _gather(self, rest: dict[bytes, Loose], spared: set[bytes]) -> dict[bytes, Kept]:
         answers: dict[bytes, Kept] = {}
         for block_id, loose in rest.items():
-            room = self._room_to_gather(len(loose.payload), spared)
+            room = self._room_to_gather(loose, spared)
             if room and not self._catalogue.fits(len(loose.payload)):
-                room = await self.make_room(len(loose.payload), spared)
+                room = await self.make_room(len(loose.payload), spared, loose.group)
             if room and not self._catalogue.visible(block_id):
                 self._catalogue.gather(loose)
             answers[block_id] = Kept.STORED if room else Kept.REFUSED
         return answers
 
-    def _room_to_gather(self, num_bytes: int, spared: set[bytes]) -> bool:
+    def _room_to_gather(self, loose: Loose, spared: set[bytes]) -> bool:
         gathering, most = self._catalogue.gathering, self._catalogue.options.gather_bytes
+        num_bytes = len(loose.payload)
         over = gathering.num_bytes + num_bytes - most
-        return over <= 0 or (num_bytes <= most and self._drop_gathered(over, spared))
+        return over <= 0 or (num_bytes <= most and self._drop_gathered(over, spared, loose.group))
 
-    def _drop_gathered(self, num_bytes: int, spared: set[bytes]) -> bool:
-        """Give up the oldest gathered blocks, those of this put not among them; whether that was enough."""
+    def _drop_gathered(self, num_bytes: int, spared: set[bytes], group: int) -> bool:
+        """Give up gathered blocks for a group of tenants, those of this put not among them; whether that was enough."""
         doomed: list[bytes] = []
-        for loose in self._catalogue.gathering.oldest():
+        for loose in self._catalogue.gathered(group):
             if num_bytes <= 0:
                 break
             if loose.block.id not in spared:
@@ -181,7 +183,7 @@ class Writer:
 
     async def _write(self, run: WholeRun, spared: set[bytes]) -> Kept:
         shape = run.shape
-        if not await self.make_room(shape.object_bytes, spared):
+        if not await self.make_room(shape.object_bytes, spared, run.loose[0].group):
             return Kept.REFUSED
         self._catalogue.reserve(shape.object_bytes)
         try:
