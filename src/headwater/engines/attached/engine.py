@@ -16,6 +16,8 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from headwater.config.schema import EngineConfig
 from headwater.engines.attached.answer import Answer
 from headwater.engines.attached.dialects.base import (
@@ -25,6 +27,7 @@ from headwater.engines.attached.dialects.base import (
     HandsOver,
     Learns,
     ServerLoad,
+    Sleeps,
     TokenDialect,
 )
 from headwater.engines.attached.dialects.detect import detect
@@ -52,6 +55,8 @@ _PROBE_S = 1.0
 _PATIENCE_S = 30.0
 """How long a server that is connected to may not answer before it is given up."""
 _RETRY_S = 2.0
+_TICKET_S = 60.0
+"""Until the first token: longer than servers wait for KV themselves."""
 _DRAIN_TIMEOUT_S = 30.0
 """Some servers answer only when no event has come for two seconds."""
 _MAX_ERROR_BYTES = 64 * 1024
@@ -193,20 +198,32 @@ class AttachedEngine(ExternalEngine):
         if num_resumed >= request.sampling.max_tokens:
             raise InvalidRequest(f"{num_resumed} tokens are there already of {request.sampling.max_tokens}")
         salt = salt_of(request.namespace, self._own_namespace(request.adapter))
-        if request.export is not None:
-            hands = _hands_over(self._tokens)
-            asked = hands.prefill(found.model, request, tokens, salt)
-            self._answer(request.stream, self._prefill(server, hands, request, asked))
-            return
-        path, body = self._tokens.request(found.model, request, tokens, salt)
         if isinstance(self._following, Draining):
             self._following.wake()
-        cached = self._expected_cached(stream) if self._following is not None else None
-        self._answer(request.stream, self._stream_tokens(server, stream, path, body, cached))
+        if request.export is not None:
+            hands = _hands_over(self._tokens)
+            prefill = hands.prefill(found.model, request, tokens, salt)
+            self._answer(request.stream, self._prefill(server, hands, request, prefill))
+            return
+        asked = self._tokens.request(found.model, request, tokens, salt)
+        answer = Answer(self._tokens.reader(request), self._expected_cached(stream) if self._following else None)
+        if not request.ticket:
+            self._answer(request.stream, self._stream_tokens(server, request, asked, answer))
+            return
+        again = self._tokens.request(found.model, msgspec.structs.replace(request, ticket=b""), tokens, salt)
+        self._answer(request.stream, self._stream_with_ticket(server, request, asked, again, answer))
 
     def _own_namespace(self, adapter: str | None) -> bytes:
         """That the server keeps by itself."""
-        return self._default_namespace if adapter is None else self._namespaces[adapter]
+        return self._namespaces.get(adapter or "", self._default_namespace)
+
+    async def sleep(self) -> None:
+        assert self._server is not None
+        await _sleeps(self._dialect).sleep(self._server)
+
+    async def wake(self) -> None:
+        assert self._server is not None
+        await _sleeps(self._dialect).wake(self._server)
 
     def cancel(self, streams: Sequence[int]) -> None:
         """The connection is closed, which servers take as a wish to stop; `_stream_tokens` tells those that do not."""
@@ -234,21 +251,50 @@ class AttachedEngine(ExternalEngine):
             generated_tokens=totals.generated_tokens,
         )
 
-    async def _stream_tokens(
-        self, server: Server, stream: OpenStream, path: str, body: bytes, cached: int | None
+    async def _stream_with_ticket(
+        self,
+        server: Server,
+        request: EngineRequest,
+        asked: tuple[str, bytes],
+        again: tuple[str, bytes],
+        answer: Answer,
     ) -> None:
-        request = stream.request
+        """A ticket whose KV is gone, or does not come in time, costs a prefill here: `again` asks without it."""
         assert self._tokens is not None
-        answer = Answer(self._tokens.reader(request), cached)
         try:
-            async with server.stream(
-                path, body, {"x-request-id": f"{request.request_id}-{request.stream}"}
-            ) as response:
+            async with asyncio.timeout(_TICKET_S) as limit:
+                await self._stream_tokens(server, request, asked, answer, limit)
+            return
+        except TimeoutError:
+            reason = f"no token within {_TICKET_S:.0f} s"
+        except HeadwaterError as error:
+            if answer.begun or isinstance(error, Unreachable):
+                raise
+            reason = str(error)
+        _log.warning(
+            "the server prefills itself, its ticket is void: %s", reason, extra={"request_id": request.request_id}
+        )
+        second = Answer(self._tokens.reader(request), None)
+        await self._stream_tokens(server, request, again, second)
+
+    async def _stream_tokens(
+        self,
+        server: Server,
+        request: EngineRequest,
+        asked: tuple[str, bytes],
+        answer: Answer,
+        limit: asyncio.Timeout | None = None,
+    ) -> None:
+        """`limit`: on the time until the first token."""
+        try:
+            async with server.stream(*asked, {"x-request-id": f"{request.request_id}-{request.stream}"}) as response:
                 if response.status != 200:
                     answer.complete = True
                     raise error_for(response.status, await response.content.read(_MAX_ERROR_BYTES), response.headers)
                 async for piece in response.content.iter_any():
                     for output in answer.feed(piece):
+                        if limit is not None:
+                            limit.reschedule(None)
                         self._gathered.take(output)
                     if answer.goes_on:
                         break
@@ -428,6 +474,12 @@ async def _told_to_abort(server: Server, path: str, body: bytes) -> None:
 def _hands_over(dialect: object) -> HandsOver:
     if not isinstance(dialect, HandsOver):
         raise InvalidRequest("this kind of server computes no prompts for others", param="export")
+    return dialect
+
+
+def _sleeps(dialect: object) -> Sleeps:
+    if not isinstance(dialect, Sleeps):
+        raise ConfigError("this kind of server cannot sleep")
     return dialect
 
 
