@@ -383,6 +383,7 @@ class SglangDouble(Lives):
         self.aborted: list[str] = []
         self.raw: list[dict[str, Any]] = []
         self._events = events
+        self._work: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
@@ -419,6 +420,9 @@ class SglangDouble(Lives):
     async def stop(self) -> None:
         """As a process that is killed: connections break."""
         await self._runner.cleanup()
+        for work in self._work:
+            work.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
         await self.end()
 
     async def close(self) -> None:
@@ -501,29 +505,33 @@ class SglangDouble(Lives):
         except msgspec.ValidationError as error:
             return _json({"error": str(error)}, 400)
         self.raw.append(json.loads(raw))
+        events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        work = asyncio.create_task(self._gather(body, events))
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        chunks = aiter(self.generate(body))
         try:
-            async for chunk in chunks:
-                if self.keeps_the_end and chunk["meta_info"]["finish_reason"] is not None:
+            while (event := await events.get()) is not None:
+                if self.keeps_the_end and event["meta_info"]["finish_reason"] is not None:
                     return response
                 if not response.prepared:
                     await response.prepare(request)
-                await response.write(_event(chunk))
-        except ValueError as error:
-            if not response.prepared:
-                await response.prepare(request)
-            told = {"message": str(error), "type": "invalid_request_error", "code": 400, "retryable": False}
-            await response.write(_event({"error": told}))
+                await response.write(_event(event))
         except (asyncio.CancelledError, ConnectionError):
-            self._notice_later(chunks)
+            asyncio.get_running_loop().call_later(ABORT_AFTER_S, work.cancel)  # that the client has gone
             raise
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _notice_later(self, chunks: Any) -> None:
-        """That the client has gone."""
-        asyncio.get_running_loop().call_later(ABORT_AFTER_S, lambda: asyncio.ensure_future(chunks.aclose()))
+    async def _gather(self, body: GenerateBody, events: "asyncio.Queue[dict[str, Any] | None]") -> None:
+        """Goes on when nobody listens."""
+        try:
+            async for chunk in self.generate(body):
+                events.put_nowait(chunk)
+        except ValueError as error:
+            told = {"message": str(error), "type": "invalid_request_error", "code": 400, "retryable": False}
+            events.put_nowait({"error": told})
+        events.put_nowait(None)
 
 
 def signed(block_id: bytes) -> int:
