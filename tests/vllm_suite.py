@@ -171,6 +171,7 @@ class VllmChecks:
             assert last is not None
             assert last.error is not None
             assert last.error.retryable
+            await eventually(lambda: self._engine.paused, "it is lost", 20)
             assert len(self._engine.resident) == 0
             refused = bench.request(prompt, 3)
             bench.engine.submit([refused])

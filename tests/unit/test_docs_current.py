@@ -36,6 +36,8 @@ OTHERS_FLAGS = {
     "--shm-size",
     "--enable-auto-tool-choice",
     "--enforce-eager",
+    "--disable-hybrid-kv-cache-manager",
+    "--enable-sleep-mode",
     "--kv-events-config",
     "--kv-transfer-config",
     "--scheduling-policy",
