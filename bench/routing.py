@@ -127,6 +127,8 @@ def cells(args: argparse.Namespace) -> Iterator[Job]:
     for load in map(load_of, args.traces):
         for workers in args.workers or (4, 8, 64):
             for mode, config in modes_of(load, workers):
+                if args.mode and mode not in args.mode:
+                    continue
                 for policy in args.policy or POLICIES:
                     yield Job(SimRun(load, config, DynamoPolynomial(), Routing.parse(policy)), mode, policy)
 
@@ -154,7 +156,7 @@ def robust(args: argparse.Namespace) -> Iterator[Job]:
     for load in map(load_of, args.traces):
         for workers in args.workers or (8,):
             for mode, config in modes_of(load, workers):
-                if mode == "x4":
+                if mode == "x4" or (args.mode and mode not in args.mode):
                     continue
                 for label, condition in conditions.items():
                     run = SimRun(load, replace(config, conditions=condition), DynamoPolynomial(), Routing(OURS))
@@ -324,6 +326,7 @@ def main() -> None:
     parser.add_argument("traces", nargs="*")
     parser.add_argument("--workers", type=int, nargs="*")
     parser.add_argument("--policy", nargs="*")
+    parser.add_argument("--mode", nargs="*", help="only these loads of traces: x1, x2, x3, x4, closed16")
     parser.add_argument("--rows", type=int, default=3000, help="of each mix")
     parser.add_argument("--seed", type=int, default=0, help="of mixes")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
