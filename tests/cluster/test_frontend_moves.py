@@ -16,6 +16,8 @@ from headwater.protocol.request import EngineRequest, ErrorInfo, SequenceOutput
 
 QUICK = VigilLimits(hang_timeout_s=0.2, unknown_timeout_s=0.2, canary_interval_s=0.0, look_s=0.02)
 
+REPORT = LoadReport(1, 0, 0, 100, 90)
+
 
 def resumed(request: EngineRequest) -> list[int]:
     return array("I", request.resumed_tokens).tolist()
@@ -95,19 +97,34 @@ def test_a_worker_that_hangs_is_put_aside_and_comes_back_with_an_answer(play) ->
     play(scenario, vigil=QUICK)
 
 
+def test_a_worker_that_gets_no_processor_is_left_alone_and_one_that_stands_still_is_not(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        starved, other = await rig.serving("w1", "w2")
+        other.on_submit = lambda request: other.finish(request.stream)
+        starved.publish(REPORT)
+        while rig.worker_of(rig.submit()[0][0]) != "w1":
+            pass
+        for held_up in range(10):
+            starved.publish(msgspec.structs.replace(REPORT, starved_ms=100.0 * held_up))
+            await asyncio.sleep(0.05)
+        assert len(rig.view.eligible("f1")) == 2, "silent for half a second, which it could not help"
+        await until(lambda: len(rig.view.eligible("f1")) == 1)
+
+    play(scenario, vigil=QUICK)
+
+
 def test_a_worker_whose_loop_turns_does_not_hang_but_one_that_repeats_itself_does(play) -> None:
     async def scenario(rig: Rig) -> None:
         (worker,) = await rig.serving("w1")
         rig.submit()
         await until(lambda: bool(worker.requests))
         await rig.worker("w2")
-        load = LoadReport(1, 0, 0, 100, 90)
         for turn in range(30):
-            worker.publish(msgspec.structs.replace(load, turns=turn))
+            worker.publish(msgspec.structs.replace(REPORT, turns=turn))
             await asyncio.sleep(0.02)
         assert rig.eligible() == {"w1", "w2"}, "it computes a long prompt"
         for _ in range(100):
-            worker.publish(msgspec.structs.replace(load, turns=29))
+            worker.publish(msgspec.structs.replace(REPORT, turns=29))
             await asyncio.sleep(0.02)
             if rig.eligible() == {"w2"}:
                 return
