@@ -127,13 +127,16 @@ class TrtllmDouble:
         """Of these alone (`context_only`, `generation_only`); None: of all."""
         self.keeps_the_end = False
         self.tokenizes = True
-        self.tells_fields = True
+        self.token_offset = 0
+        """Added to every number of tokens that it tells of a text."""
+        self.fields: tuple[str, ...] = CompletionRequest.__struct_fields__
+        """Of a completion, as it says itself."""
         self.metrics_read = 0
         """How often iteration statistics were taken away."""
         self.drained = 0
         self.events_status: int | None = None
         self.bodies: list[dict[str, Any]] = []
-        self._prometheus = prometheus
+        self.prometheus = prometheus
 
     @property
     def url(self) -> str:
@@ -154,14 +157,13 @@ class TrtllmDouble:
                 web.get("/v1/models", self._models),
                 web.get("/server_info", self._server_info),
                 web.get("/metrics", self._metrics),
+                web.get("/prometheus/metrics", self._gauges),
                 web.get("/openapi.json", self._openapi),
                 web.post("/kv_cache_events", self._kv_cache_events),
                 web.post("/v1/completions", self._complete),
                 web.post("/_internal/tokenize", self._tokenize),
             ]
         )
-        if self._prometheus:
-            app.add_routes([web.get("/prometheus/metrics", self._gauges)])
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
@@ -194,6 +196,8 @@ class TrtllmDouble:
         return _json(self.executor.drain_stats())
 
     async def _gauges(self, _: web.Request) -> web.Response:
+        if not self.prometheus:
+            return web.Response(status=404)
         load = self.executor.load()
         labels = '{engine_type="undefined",model_name="undefined"}'
         values = {
@@ -206,9 +210,7 @@ class TrtllmDouble:
         return web.Response(text="".join(f"trtllm_{name}{labels} {value}\n" for name, value in values.items()))
 
     async def _openapi(self, _: web.Request) -> web.Response:
-        if not self.tells_fields:
-            return web.Response(status=404)
-        fields = {name: {} for name in CompletionRequest.__struct_fields__}
+        fields: dict[str, Any] = {name: {} for name in self.fields}
         return _json({"openapi": "3.1.0", "components": {"schemas": {"CompletionRequest": {"properties": fields}}}})
 
     async def _kv_cache_events(self, _: web.Request) -> web.Response:
@@ -223,7 +225,7 @@ class TrtllmDouble:
         return _json({"count": len(ids), "tokens": ids})
 
     def _ids_of(self, text: str) -> list[int]:
-        return list(self._tokenizer().encode(text).ids)
+        return list(self._tokenizer().encode(text).ids) + [0] * self.token_offset
 
     def _tokenizer(self) -> Any:
         from tokenizers import Tokenizer
