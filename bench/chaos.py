@@ -12,7 +12,8 @@ except for what was cached). The faults:
     cut       the link of a worker in a network namespace     drain     a worker is told to leave within a second
     registry  its folder is deleted                           roll      all processes are replaced, one by one
 
-`cut` needs root and `ip netns`; it is left out where those are missing. At the end no worker may hold a KV block.
+`cut` needs root and `ip netns`; it is left out where those are missing. With `--etcd SECONDS` the registry is an etcd
+of its own, and `registry` kills it for so long (`cut` is left out). At the end no worker may hold a KV block.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from processes import free_port
+from recovery import etcd_words, until_healthy
 
 JSON = dict[str, Any]
 FAULTS = ("kill", "stop", "cut", "drain", "registry", "roll")
@@ -170,6 +172,7 @@ class Cluster:
     supervisor: asyncio.subprocess.Process
     lone: asyncio.subprocess.Process | None = None
     """The worker in a namespace of its own."""
+    etcd: "Etcd | None" = None
 
     def get(self, path: str) -> JSON:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
@@ -187,19 +190,38 @@ class Cluster:
         return []
 
 
+class Etcd:
+    """A registry that can be away for a while."""
+
+    def __init__(self, folder: Path, outage_s: float) -> None:
+        self.outage_s = outage_s
+        self.port = free_port()
+        self._words = etcd_words(folder, self.port, free_port())
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until_healthy(self.port)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 @contextlib.asynccontextmanager
 async def running(args: argparse.Namespace, *, cut: bool) -> AsyncIterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="hwc-"))
     port = free_port()
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    registry = (folder / "registry").as_uri()
+    etcd = Etcd(folder / "etcd", args.etcd) if args.etcd else None
+    registry = f"etcd://127.0.0.1:{etcd.port}/chaos" if etcd is not None else (folder / "registry").as_uri()
     command = [sys.executable, "-m", "headwater"]
     shared = ["--registry", registry, "--threads", "1", "--drain-timeout", "20s", "--num-kv-blocks", "2048"]
     shared += ["--engine", args.engine]
     serve = [*command, "serve", *shared, "--port", str(port), "--workers", str(args.workers - cut)]
     with (folder / "log").open("wb") as log:
         supervisor = await asyncio.create_subprocess_exec(*serve, env=environment, stdout=log, stderr=log)
-        cluster = Cluster(folder, port, supervisor)
+        cluster = Cluster(folder, port, supervisor, etcd=etcd)
         try:
             if cut:
                 await asyncio.to_thread(make_namespace)
@@ -215,6 +237,8 @@ async def running(args: argparse.Namespace, *, cut: bool) -> AsyncIterator[Clust
             await asyncio.gather(*(p.wait() for p in (cluster.lone, supervisor) if p is not None))
             if cut:
                 await asyncio.to_thread(ip, "netns", "delete", NAMESPACE)
+            if etcd is not None:
+                etcd.kill()
             if args.keep:
                 print(f"the log is {folder}/log", file=sys.stderr)
             else:
@@ -313,6 +337,12 @@ class Faults:
         await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=5).close())
 
     async def registry(self) -> None:
+        etcd = self._cluster.etcd
+        if etcd is not None:
+            etcd.kill()
+            await asyncio.sleep(etcd.outage_s)
+            await asyncio.to_thread(etcd.start)
+            return
         await asyncio.to_thread(shutil.rmtree, self._cluster.folder / "registry", True)
 
     async def roll(self) -> None:
@@ -427,7 +457,7 @@ async def run(args: argparse.Namespace) -> JSON:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     chance = random.Random(args.seed)
-    kinds = [kind for kind in args.faults.split(",") if kind != "cut" or can_cut()]
+    kinds = [kind for kind in args.faults.split(",") if kind != "cut" or (not args.etcd and can_cut())]
     async with running(args, cut="cut" in kinds) as cluster:
         model = (await asyncio.to_thread(cluster.get, "/v1/models"))["data"][0]["id"]
         cases = cases_of(args.cases, args.tokens, model)
@@ -467,6 +497,7 @@ def main() -> None:
     parser.add_argument(
         "--pause", type=float, default=5.0, help="shortest time between two faults, s; twice the longest"
     )
+    parser.add_argument("--etcd", type=float, default=0.0, metavar="SECONDS", help="an etcd, away for so long")
     parser.add_argument("--faults", default=",".join(FAULTS), help="comma-separated")
     parser.add_argument("--engine", default="native")
     parser.add_argument("--seed", type=int, default=1)

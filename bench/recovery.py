@@ -95,18 +95,28 @@ def restart_frontend(args: argparse.Namespace) -> None:
                         print(f"frontend with {args.blocks:,} blocks: {figures}", flush=True)
 
 
-@contextlib.contextmanager
-def etcd(folder: Path, port: int, peer_port: int) -> Iterator[None]:
+def etcd_words(folder: Path, port: int, peer_port: int) -> list[str]:
     client, peer = (f"http://127.0.0.1:{number}" for number in (port, peer_port))
     words = ["etcd", "--data-dir", str(folder), "--listen-client-urls", client, "--advertise-client-urls", client]
-    words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+    return [*words, "--initial-cluster", f"default={peer}"]
+
+
+def until_healthy(port: int) -> None:
+    while True:
+        with contextlib.suppress(OSError):
+            if b"true" in urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).read():
+                return
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def etcd(folder: Path, port: int, peer_port: int) -> Iterator[None]:
+    process = subprocess.Popen(
+        etcd_words(folder, port, peer_port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
-        while True:
-            with contextlib.suppress(OSError):
-                if b"true" in urllib.request.urlopen(f"{client}/health", timeout=1).read():
-                    break
-            time.sleep(0.05)
+        until_healthy(port)
         yield
     finally:
         process.kill()
