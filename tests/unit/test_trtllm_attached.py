@@ -15,6 +15,7 @@ import uvloop
 
 from headwater.engines.attached.dialects.trtllm import TrtllmDialect, TrtllmReader, Words
 from headwater.engines.attached.engine import AttachedEngine
+from headwater.engines.base import Placement
 from headwater.engines.conformance import SIZES, VOCABULARY, prompt_of
 from headwater.engines.trtllm_words import adapter_number, choice_regex, priority_of
 from headwater.engines.watched import Bench, Recorder
@@ -23,6 +24,7 @@ from headwater.kv.identity import namespace
 from headwater.protocol.request import EngineRequest, SamplingParams, StructuredSpec
 from headwater.runtime.conformance import eventually
 from trtllm_double import CompletionRequest, TrtllmDouble
+from vllm_publisher import Publisher
 
 Scenario = Callable[["Stage"], Coroutine[Any, Any, None]]
 
@@ -416,6 +418,31 @@ def test_two_workers_at_one_server_do_not_take_each_others_events(play: Callable
             assert second.recorder.outputs[1][0].num_cached_tokens == 0, "both serve"
 
     play(scenario)
+
+
+def test_events_that_a_server_publishes_are_not_drained(play: Callable[[Scenario], None], tmp_path: Path) -> None:
+    """Newer releases publish what vLLM publishes; where, the operator says."""
+
+    async def scenario(stage: Stage) -> None:
+        with Publisher(tmp_path) as publisher:
+            async with stage.attached(attach_kv_events=(publisher.address.endpoint,)) as bench:
+                stored = {"type": "BlockStored", "block_hashes": [5], "parent_block_hash": None, "medium": "GPU"}
+                stored |= {"token_ids": list(range(16)), "block_size": 16, "lora_id": None}
+                await asyncio.sleep(0.05)
+                publisher.publish([stored])
+                await eventually(lambda: len(bench.engine.resident_blocks()) == 1, "it is heard")
+                await bench.run(bench.request(prompt_of(40)))
+                assert not stage.double.drained
+
+    play(scenario)
+
+
+def test_each_attached_server_has_its_own_place_for_events() -> None:
+    both = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    config = msgspec.structs.replace(SIZES, attach=both, attach_kv_events=("tcp://127.0.0.1:5557",))
+    AttachedEngine(config, Placement(0, 2))
+    with pytest.raises(ConfigError, match="none for attached server 2"):
+        AttachedEngine(config, Placement(1, 2))
 
 
 def test_a_server_without_events_is_served_all_the_same(play: Callable[[Scenario], None]) -> None:

@@ -150,6 +150,20 @@ def test_flags_are_arguments_of_llm_members_and_the_servers_names() -> None:
     assert "host" not in llm
 
 
+def test_the_store_is_attached_by_flags() -> None:
+    """As docs/trtllm.md has it."""
+    llm = arguments(
+        *("--kv-connector-config.connector-module", "headwater.kv.connectors.trtllm"),
+        *("--kv-connector-config.connector-scheduler-class", "HeadwaterScheduler"),
+        *("--kv-connector-config.connector-worker-class", "HeadwaterWorker"),
+    )
+    assert llm["kv_connector_config"] == {
+        "connector_module": "headwater.kv.connectors.trtllm",
+        "connector_scheduler_class": "HeadwaterScheduler",
+        "connector_worker_class": "HeadwaterWorker",
+    }
+
+
 def test_an_options_file_is_merged(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("kv_cache_config:\n  dtype: fp8\ncuda_graph_config: null\n")

@@ -52,6 +52,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attach_adapters: Annotated[
         tuple[str, ...], _doc("trtllm: LoRA adapters that the attached server may load, NAME=FOLDER there.")
     ] = ()
+    attach_kv_events: Annotated[
+        tuple[str, ...], _doc("Where the attached servers publish KV events, in their order, if they do not say it.")
+    ] = ()
     attach_api_key: Annotated[tuple[Secret, ...], _doc("Keys for those servers, in their order.")] = ()
     kv_staging: Annotated[
         Bytes | None,

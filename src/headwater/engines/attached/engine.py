@@ -39,6 +39,7 @@ from headwater.engines.card import served_names, text_artifacts
 from headwater.engines.external import ExternalEngine, Gathered, OpenStream
 from headwater.engines.kv_feed.draining import Draining, ReaderLock
 from headwater.engines.kv_feed.following import Following
+from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
 from headwater.engines.pace import Pace
 from headwater.engines.texts import ModelTexts
@@ -83,6 +84,7 @@ class AttachedEngine(ExternalEngine):
         self._found: Description | None = None
         self._following: Following | Draining | None = None
         self._adapters = _adapters(config.attach_adapters)
+        self._publishes = _own_part("--attach-kv-events", config.attach_kv_events, placement.index)
         self._answers: dict[int, asyncio.Task[None]] = {}
         self._aborting: set[asyncio.Task[None]] = set()
         self._gathered = Gathered(self._on_outputs)
@@ -156,8 +158,9 @@ class AttachedEngine(ExternalEngine):
         if found.block_size is None:
             return
         translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
-        if found.feeds:
-            self._following = Following(self._address.url, found.feeds, translator, self.tell)
+        feeds = [FeedAddress(self._publishes)] if self._publishes is not None else found.feeds
+        if feeds:
+            self._following = Following(self._address.url, feeds, translator, self.tell)
         elif found.drained is not None:
             self._following = self._drain(server, found.drained, translator, found.adapter_numbers)
 
@@ -490,6 +493,13 @@ def _aborts(dialect: object) -> Aborts | None:
 async def _learn(dialect: object, texts: ModelTexts) -> None:
     if isinstance(dialect, Learns):
         await dialect.learn(texts)
+
+
+def _own_part(flag: str, words: Sequence[str], number: int) -> str | None:
+    """Of a list in the order of the servers."""
+    if words and number >= len(words):
+        raise ConfigError(f"{flag} has {len(words)} entries, and none for attached server {number + 1}")
+    return words[number] if words else None
 
 
 def _adapters(words: Sequence[str]) -> dict[str, str]:
