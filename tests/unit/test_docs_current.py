@@ -45,6 +45,21 @@ OTHERS_FLAGS = {
     "--swap-spce",
     "--tool-call-parser",
     "--tokenizer",
+    "--chunked-prefill-size",
+    "--context-length",
+    "--disable-radix-cache",
+    "--disaggregation-bootstrap-port",
+    "--disaggregation-mode",
+    "--enable-deterministic-inference",
+    "--enable-lora",
+    "--enable-priority-scheduling",
+    "--incremental-streaming-output",
+    "--lora-paths",
+    "--max-running-requests",
+    "--max-total-tokens",
+    "--mem-fraction-static",
+    "--page-size",
+    "--tp-size",
 }
 """Flags of other programs: docker, pip, py-spy, engines to attach to, and the peers of the benchmarks."""
 
