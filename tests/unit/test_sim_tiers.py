@@ -125,6 +125,15 @@ def test_a_run_repeats_to_the_bit_and_is_no_worse_than_without(policy: type[Poli
         assert hopeless.records == without.records
 
 
+def test_a_router_that_was_told_of_a_hopeless_tier_routes_as_without() -> None:
+    """At first it only has a guess, which says that host memory is worth nearly as much as the engine's."""
+    requests = [replace(request, at_s=6 * request.at_s) for request in MIX.requests(64, 1)]
+    hopeless = TierSpec("host", 10**10, 0.001 * MB)
+    without = serve(requests, policy=Delay(), workers=3, num_blocks=60)
+    told = serve(requests, hopeless, policy=Delay(), workers=3, num_blocks=60, per_node=1)
+    assert sum(ttft_ms(told)) < 1.05 * sum(ttft_ms(without))
+
+
 @pytest.mark.parametrize("written", ["host", "host:1GiB", "tape:1GiB@1GB/s", "disk:lots@1GB/s", "disk:0B@1GB/s"])
 def test_what_is_no_tier_is_refused(written: str) -> None:
     with pytest.raises(ConfigError):

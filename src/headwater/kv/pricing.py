@@ -100,6 +100,21 @@ class _LogRatio:
         self.mean += max(_MEMORY, 1 / (self._count + 1)) * (value - self.mean)
 
 
+class TokenTimes:
+    """What a token of a prompt takes to load, by tier: a running mean over the runs that were offered, queues included.
+    What a worker tells routers, which know nothing of bytes and links."""
+
+    def __init__(self) -> None:
+        self.ms: dict[Tier, float] = {}
+
+    def note(self, runs: Sequence[TierRun], block_tokens: int) -> None:
+        for run in runs:
+            if run.num_blocks > 0 and 0 <= run.load_ms < math.inf:
+                token_ms = run.load_ms / (run.num_blocks * block_tokens)
+                known_ms = self.ms.get(run.tier, token_ms)
+                self.ms[run.tier] = known_ms + _MEMORY * (token_ms - known_ms)
+
+
 class ComputeRate(NamedTuple):
     """What an engine says about the cost of computing a block of one family."""
 

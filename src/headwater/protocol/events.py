@@ -76,6 +76,8 @@ class StoreCounts(msgspec.Struct, frozen=True, array_like=True):
     stored: int
     dropped: int
     """Not offered, because too much was under way."""
+    token_ms: dict[Tier, float] = {}
+    """What loading a token of a prompt takes by tier, as far as it is known here."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):

@@ -1,9 +1,9 @@
 """What workers hold: the prefix index behind the cluster view, fed by their events, or by guesses about the silent."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from headwater.kv.index import PrefixIndex, block_keys
+from headwater.kv.index import TIERS, PrefixIndex, block_keys
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored, WorkerEvent
 from headwater.router.approximate import LearnedBlocks
 from headwater.types import BLOCK_ID_BYTES, Tier, WorkerId
@@ -13,8 +13,8 @@ Knowledge = Literal["events", "approximate", "none"]
 
 _CHURN_WINDOW_BLOCKS = 20_000.0
 
-_TIER_WORTH: dict[Tier, float] = {"device": 1.0, "host": 0.9, "disk": 0.6, "peer": 0.6, "object": 0.3}
-"""Part of the recompute time that a block saves, until transfers are priced by the time model."""
+_TIER_WORTH: dict[Tier, float] = {"host": 0.9, "disk": 0.6, "peer": 0.6, "object": 0.3}
+"""Part of the time to compute a block that having it there saves, at a worker that has not said what loads take."""
 
 
 class Residency:
@@ -25,6 +25,7 @@ class Residency:
         self.learned = LearnedBlocks(self.index)
         self._tiers: set[Tier] = {"device"}
         self._tellers: set[str] = set()
+        self._worth: dict[str, Mapping[Tier, float]] = {}
         self._recent_stored = self._recent_removed = 0.0
 
     def add_worker(self, worker_id: str) -> None:
@@ -34,6 +35,14 @@ class Residency:
         self.learned.told(worker_id)
         self.index.remove_worker(WorkerId(worker_id))
         self._tellers.discard(worker_id)
+        self._worth.pop(worker_id, None)
+
+    def note_loads(self, worker_id: str, token_ms: Mapping[Tier, float], compute_token_ms: float) -> None:
+        """What loading a token takes a worker, by tier, and what computing it would. Loads that are slower are left
+        alone by workers: they save nothing, and cost nothing."""
+        if compute_token_ms > 0:
+            saved = {tier: 1.0 - load_ms / compute_token_ms for tier, load_ms in token_ms.items() if load_ms >= 0}
+            self._worth[worker_id] = {tier: max(0.0, part) for tier, part in saved.items()}
 
     def knowledge(self, worker_id: str) -> Knowledge:
         if worker_id in self._tellers:
@@ -90,11 +99,24 @@ class Residency:
     def cached_tokens(self, keys: Sequence[int], block_size: int, prompt_tokens: int) -> dict[str, int]:
         """Prompt tokens that each worker need not compute; workers that hold none are left out.
 
-        A block in a slower tier counts for what it saves. At least one token is always left to compute.
+        A block comes from the nearest tier that has it, and counts for what it saves. At least one token is always left
+        to compute.
         """
-        worth: dict[str, float] = {}
-        for tier in self._tiers:
-            for worker, blocks in self.index.match(keys, tier).items():
-                saved = blocks * _TIER_WORTH[tier]
-                worth[worker] = max(worth.get(worker, 0.0), saved)
-        return {worker: min(int(blocks * block_size), prompt_tokens - 1) for worker, blocks in worth.items()}
+        reach: dict[WorkerId, int] = self.index.match(keys)
+        saved: dict[WorkerId, float] = dict(reach)
+        if len(self._tiers) > 1:
+            for tier in TIERS[1:]:
+                if tier in self._tiers:
+                    self._add_tier(tier, self.index.match(keys, tier), reach, saved)
+        return {worker: min(int(blocks * block_size), prompt_tokens - 1) for worker, blocks in saved.items()}
+
+    def _add_tier(
+        self, tier: Tier, found: Mapping[WorkerId, int], reach: dict[WorkerId, int], saved: dict[WorkerId, float]
+    ) -> None:
+        """What a tier has beyond the nearer ones."""
+        for worker, blocks in found.items():
+            more = blocks - reach.get(worker, 0)
+            if more > 0:
+                worth = self._worth.get(worker, _TIER_WORTH).get(tier, _TIER_WORTH[tier])
+                reach[worker] = blocks
+                saved[worker] = saved.get(worker, 0.0) + more * worth

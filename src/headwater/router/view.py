@@ -261,6 +261,10 @@ class ClusterView:
             return
         worker.load = load
         self._learn_times(worker, load)
+        if load.store is not None and load.store.token_ms and worker.costs is not None:
+            tokens = worker.chunk_tokens
+            compute_ms = worker.costs.prefill_ms(tokens, prefill_pairs(tokens, 0))
+            self.residency.note_loads(worker_id, load.store.token_ms, compute_ms / tokens)
         worker.foreign = foreign = foreign_work(load.frontends, self.frontend_id)
         worker.foreign_tokens = 0
         if foreign is not None:

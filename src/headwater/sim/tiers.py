@@ -15,7 +15,7 @@ from headwater.config.units import parse_bytes, parse_seconds
 from headwater.errors import ConfigError
 from headwater.kv.admission import AdmitAll, SecondUse
 from headwater.kv.identity import split_block_ids
-from headwater.kv.pricing import PrefillMs, TierRun, plan_load
+from headwater.kv.pricing import PrefillMs, TierRun, TokenTimes, plan_load
 from headwater.protocol.events import BlocksRemoved, BlocksStored, WorkerEvent
 from headwater.scheduler.plan import StepPlan
 from headwater.sim.timing import StepTimes
@@ -120,6 +120,7 @@ class SimStore:
     tiers: list[SimTier]
     block_tokens: int
     news: list[list[WorkerEvent]] = field(default_factory=list)
+    token_times: TokenTimes = field(default_factory=TokenTimes)
 
     def plan(self, ids: bytes, first_block: int, num_tokens: int, prefill_ms: PrefillMs, now: float) -> int:
         """How many blocks are worth loading, for a prompt whose first blocks are in the engine."""
@@ -142,6 +143,7 @@ class SimStore:
         if not runs:
             return 0
         priced = [TierRun(tier.spec.tier, count, tier.load_s(count, now) * 1e3) for tier, count in runs]
+        self.token_times.note(priced, self.block_tokens)
         return plan_load(
             priced,
             prefill_ms,

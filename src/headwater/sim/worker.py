@@ -7,7 +7,9 @@ during a leap ends it with the step then under way.
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from headwater.protocol.events import LoadReport, WorkerEvent
+from msgspec.structs import replace
+
+from headwater.protocol.events import LoadReport, StoreCounts, WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.scheduler.leap import LeapingScheduler
 from headwater.scheduler.limits import SchedulerLimits
@@ -171,7 +173,10 @@ class SimWorker:
         return events
 
     def report(self) -> LoadReport:
-        return self._scheduler.report()
+        report = self._scheduler.report()
+        if self._store is None:
+            return report
+        return replace(report, store=StoreCounts(0, 0, 0, 0, dict(self._store.token_times.ms)))
 
     def _begin_leap(self, steps: int, now: float) -> None:
         step_s = self._duration_ms(self._scheduler.leap_plan(steps)) / 1000

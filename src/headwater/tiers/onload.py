@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from headwater.engines.base import KvPort
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.store import Piece
-from headwater.kv.pricing import LoadPlan, PrefillMs, TierRun
+from headwater.kv.pricing import LoadPlan, PrefillMs, TierRun, TokenTimes
 from headwater.protocol.request import EngineRequest, RemotePrefill
 from headwater.scheduler.outside import LoadEnded, LoadStarted
 from headwater.tiers.chains import RequestBlocks
@@ -64,6 +64,7 @@ class Onloader:
         """Loaded."""
         self.num_short = 0
         """Requests of which fewer blocks came than were expected."""
+        self.token_times = TokenTimes()
         self._submit, self._port, self._client, self._prefill_ms = submit, port, client, prefill_ms
         self._loop = asyncio.get_running_loop()
         self._considering: dict[int, asyncio.Task[None]] = {}
@@ -118,6 +119,7 @@ class Onloader:
         missing = blocks.chain.part(cached, blocks.usable)
         compute_ms = self._prefill_ms(blocks.num_tokens - cached * tokens, cached * tokens)
         runs = await self._match(missing, min(_MAX_ASK_S, _ASK_PART * compute_ms / 1e3))
+        self.token_times.note(runs, tokens)
         plan = self._client.plan(
             missing,
             runs,

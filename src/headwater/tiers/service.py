@@ -106,7 +106,9 @@ class KvTiers:
         if onloader is None or offloader is None:
             return None
         dropped = offloader.num_dropped + self._client.num_offers_dropped
-        return StoreCounts(onloader.num_blocks, onloader.num_short, offloader.num_blocks, dropped)
+        return StoreCounts(
+            onloader.num_blocks, onloader.num_short, offloader.num_blocks, dropped, dict(onloader.token_times.ms)
+        )
 
     def snapshot(self) -> list[WorkerEvent]:
         return [
