@@ -15,6 +15,7 @@ from headwater.engines.base import Engine
 from headwater.engines.native.engine import NativeEngine
 from headwater.kv.identity import split_block_ids
 from headwater.kv.node.open import NodeOptions, open_store
+from headwater.kv.node.prices import NodePrices
 from headwater.kv.node.server import Server
 from headwater.kv.node.store import NodeStore
 from headwater.kv.stores.disk import DiskOptions
@@ -24,6 +25,7 @@ from headwater.protocol.request import EngineRequest, StructuredSpec
 from headwater.runtime.conformance import eventually, run_leak_checked
 from headwater.tiers import onload
 from headwater.tiers.service import KvTiers
+from object_servers import ObjectServer
 
 pytestmark = pytest.mark.model
 
@@ -46,10 +48,13 @@ def native() -> Engine:
 
 
 @asynccontextmanager
-async def store_at(folder: Path, host_blocks: int = 400, disk_blocks: int = 0) -> AsyncIterator[NodeStore]:
+async def store_at(
+    folder: Path, host_blocks: int = 400, disk_blocks: int = 0, object_url: str = ""
+) -> AsyncIterator[NodeStore]:
     clock = RealClock()
     disk = DiskOptions(folder / "disk", TierOptions(disk_blocks * BLOCK)) if disk_blocks else None
-    store = open_store(NodeOptions(TierOptions(host_blocks * BLOCK), disk, admission="all"), clock)
+    options = NodeOptions(TierOptions(host_blocks * BLOCK), disk, object_url=object_url, admission="all")
+    store = open_store(options, clock)
     server = Server(store, folder / "kv.sock", clock)
     store.start()
     server.start()
@@ -212,6 +217,7 @@ def test_what_was_written_to_disk_is_there_after_all_else_ended(run_folder: Path
             second = cluster["second"]
             assert await one_by_one(second, asked(1)[:3]) == expected
             await eventually(lambda: second.stored.loaded > 0, "blocks were loaded", 10)
+            assert 0 < second.stored.token_ms["disk"] < 1e3, "what a token takes is told to routers"
 
     run_leak_checked(check())
 
@@ -228,6 +234,55 @@ def test_two_tenants_share_no_block(run_folder: Path) -> None:
             assert worker.cached == {1: 0, 2: 0}
 
     run_leak_checked(check())
+
+
+def test_tokens_are_the_same_while_every_tier_evicts_and_serves(
+    run_folder: Path, s3_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten documents of eleven blocks. The device holds one, the host tier two, the disk tier four, the bucket nine."""
+    monkeypatch.setattr(onload, "_MIN_PATIENCE_S", 20.0)
+    monkeypatch.setattr(NodePrices, "pays", lambda *_: True)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = s3_server.url(run_folder.name, more=f"cap={100 * BLOCK}")
+    sampling = [{}, {"temperature": 0.9, "seed": 5}, {"repetition_penalty": 1.2}]
+
+    def ask(stream: int, document: int) -> EngineRequest:
+        return request(stream, [*prompt_of(180, document), stream], 3, **sampling[document % 3])
+
+    async def check() -> None:
+        order = [*range(10), 9, 8, 6, 2, 0]
+        asks = [ask(stream, document) for stream, document in enumerate(order, start=1)]
+        async with workers({"alone": native()}) as cluster:
+            expected = await one_by_one(cluster["alone"], asks)
+        async with (
+            store_at(run_folder, 44, 80, bucket) as store,
+            workers({"w": native()}, kv_socket=run_folder / "kv.sock") as cluster,
+        ):
+            worker = cluster["w"]
+            for number, one in enumerate(asks[:10], start=1):
+                assert (await worker.run(one))[0] == expected[number - 1]
+                await eventually(lambda n=number: written(store, 11 * n), "it is in every tier", 30)
+            usages = {tier.tier: tier.usage() for tier in store.tiers}
+            assert all(usage.num_evicted > 0 for usage in usages.values()), usages
+            served = [(tier.tier, tier.usage().num_hits) for tier in store.tiers]
+            for one, source in zip(asks[10:], ("device", "host", "disk", "object", ""), strict=True):
+                before = dict(served)
+                assert (await worker.run(one))[0] == expected[one.stream - 1]
+                await eventually(lambda: not any(tier.spilling for tier in store.lower), "it is quiet", 30)
+                served = [(tier.tier, tier.usage().num_hits) for tier in store.tiers]
+                used = {tier for tier, hits in served if hits > before[tier]}
+                assert (worker.cached[one.stream] >= 160) == bool(source), (source, worker.cached)
+                assert source in used or source in ("device", "")
+                assert "object" not in used or source == "object"
+
+    run_leak_checked(check())
+
+
+def written(store: NodeStore, count: int) -> bool:
+    """So many blocks have come to every tier by now, and nothing is on its way."""
+    stored = all(tier.usage().num_stored >= count for tier in store.tiers)
+    return stored and not any(tier.spilling for tier in store.lower)
 
 
 def test_a_tenant_that_floods_keeps_to_its_share_of_the_store(run_folder: Path) -> None:
