@@ -300,6 +300,7 @@ class TrtllmDouble:
                 "first_gen_tokens": tokens,
                 "ctx_request_id": number,
                 "encoded_opaque_state": opaque,
+                "first_gen_log_probs": [[{"1": {"logprob": -0.5, "rank": 1}}]] if body.logprobs else None,
                 "draft_tokens": None,
                 "return_prompt_token_ids_b64": False,
             }

@@ -88,6 +88,19 @@ def test_context_there_generation_here_and_the_opaque_state_as_it_is(config: Eng
     run_leak_checked(scenario())
 
 
+def test_log_probabilities_of_the_first_token_go_along(config: EngineConfig) -> None:
+    async def scenario() -> None:
+        async with pair(config) as both:
+            where = both.cluster.prefill_at("p", 0.0)
+            await both.worker.run(request(1, PROMPT, prefill=where, logprobs=1))
+            assert both.prefill.bodies[-1]["logprobs"] == both.decode.bodies[-1]["logprobs"] == 1
+            passed = both.decode.bodies[-1]["disaggregated_params"]
+            assert passed["first_gen_log_probs"] == [[{"1": {"logprob": -0.5, "rank": 1}}]]
+            assert both.fabric.taken == 1
+
+    run_leak_checked(scenario())
+
+
 def test_a_prefill_server_that_is_dead_costs_time_only(config: EngineConfig) -> None:
     async def scenario() -> None:
         async with pair(config) as both:

@@ -60,6 +60,10 @@ OTHERS_FLAGS = {
     "--mem-fraction-static",
     "--page-size",
     "--tp-size",
+    "--cache-transceiver-config",
+    "--kv-cache-config",
+    "--kv-connector-config",
+    "--lora-modules",
 }
 """Flags of other programs: docker, pip, py-spy, engines to attach to, and the peers of the benchmarks."""
 
