@@ -28,6 +28,7 @@ from headwater.transfer.card import CARD_VERSION, Access, AgentCard, RegionCard,
 from headwater.transfer.choice import make_backends
 from headwater.transfer.greeting import Identity
 from headwater.transfer.memory import Buffer, allocate, buffer_of
+from headwater.transfer.objects import ObjectRange, locate
 from headwater.transfer.options import AgentOptions
 from headwater.transfer.outcome import Inbox, Moved, Notice, Stop
 from headwater.transfer.peers import Dialler, LinkReport, Lookup, Peers, Session, new_token
@@ -92,8 +93,13 @@ class Agent:
         return self._add(buffer, "shared", name=name, block_bytes=block_bytes, access=access)
 
     def register(self, source: Any, *, block_bytes: int = 0, name: str = "", access: Access = "both") -> Region:
-        """Memory with the buffer protocol, a contiguous tensor, a `Path` to a file of this host, or what
-        `headwater.transfer.memory.allocate` gave, which stays the caller's to release after `close`."""
+        """Memory with the buffer protocol, a contiguous tensor, a `Path` to a file of this host, an `ObjectRange`
+        (access="read"), or what `headwater.transfer.memory.allocate` gave, which stays the caller's to release after
+        `close`."""
+        if isinstance(source, ObjectRange):
+            return self._add(
+                _object_buffer(source, access), "object", name=name, block_bytes=block_bytes, access=access
+            )
         if isinstance(source, Path):
             return self._add(_file_buffer(source, access), "file", name=name, block_bytes=block_bytes, access=access)
         if isinstance(source, Buffer):
@@ -311,6 +317,15 @@ def _check_notice(tag: bytes, payload: bytes) -> None:
         raise TransferRefused(
             f"a tag of {len(tag)} and a payload of {len(payload)} bytes: at most {MAX_TAG_BYTES} and {MAX_NOTICE_BYTES}"
         )
+
+
+def _object_buffer(source: ObjectRange, access: Access) -> Buffer:
+    locate(source.url)
+    if access != "read" or source.num_bytes < 1 or source.offset < 0:
+        raise TransferRefused("a range of an object has bytes, and is offered for reading only: access='read'")
+    buffer = Buffer(None, None, 0, source.num_bytes)
+    buffer.readonly, buffer.origin = True, source
+    return buffer
 
 
 def _file_buffer(path: Path, access: Access) -> Buffer:

@@ -16,7 +16,7 @@ MAX_CARD_BYTES = 256 << 10
 MAX_REGIONS = 1024
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-RegionKind = Literal["shared", "memory", "file", "device"]
+RegionKind = Literal["shared", "memory", "file", "device", "object"]
 Access = Literal["read", "write", "both"]
 """What peers may do with a region."""
 

@@ -14,6 +14,7 @@ SHIPPED = {
     "nixl": "headwater.transfer.backends.nixl:NixlBackend",
     "tcp": "headwater.transfer.backends.tcp:TcpBackend",
     "file": "headwater.transfer.backends.file:FileBackend",
+    "object": "headwater.transfer.backends.object:ObjectBackend",
 }
 GROUP = "headwater.transfer_backends"
 

@@ -21,7 +21,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 class Buffer:
     """`num_bytes` bytes at `address`; `view` gives them to Python (None for memory the CPU cannot touch)."""
 
-    __slots__ = ("_owner", "address", "device", "fd", "num_bytes", "readonly", "view")
+    __slots__ = ("_owner", "address", "device", "fd", "num_bytes", "origin", "readonly", "view")
 
     def __init__(self, owner: object, view: memoryview | None, address: int, num_bytes: int) -> None:
         self._owner: object = owner
@@ -33,6 +33,8 @@ class Buffer:
         """Number of the device whose memory it is."""
         self.fd = -1
         """A sealed memory file that holds the same bytes from offset 0, or a plain file; -1 if none."""
+        self.origin: object = None
+        """Where the bytes lie, if that is nowhere on this host."""
 
     def shared(self) -> "Buffer":
         """Another one on the same memory file, to be released on its own."""

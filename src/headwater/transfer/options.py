@@ -19,7 +19,7 @@ class AgentOptions:
     """Seal what goes over TCP. All agents of a cluster must agree on it."""
     advertised_host: str | None = None
     """What the card says instead of `host`, where that is 0.0.0.0 or behind a translation."""
-    backends: tuple[str, ...] = ("shm", "cma", "cuda", "nixl", "tcp", "file")
+    backends: tuple[str, ...] = ("shm", "cma", "cuda", "nixl", "tcp", "file", "object")
     """The best first."""
     heartbeat_s: float = 1.0
     peer_timeout_s: float = 4.0
