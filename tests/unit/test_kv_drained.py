@@ -190,7 +190,17 @@ def test_salts_adapters_and_media_have_blocks_of_their_own() -> None:
     assert ids(1)[0] not in resident
 
 
-@pytest.mark.parametrize("bad", [{}, {"event_id": 1, "data": {"type": "stored"}}, 5, {"event_id": "x", "data": {}}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        stored(1, [12], start=-2),
+        stored(1, [[]]),
+        {},
+        {"event_id": 1, "data": {"type": "stored"}},
+        5,
+        {"event_id": "x", "data": {}},
+    ],
+)
 def test_what_cannot_be_read_is_lost_and_the_rest_goes_on(bad: Any) -> None:
     heard = Heard()
     heard.drained.take([stored(0, [11]), bad])

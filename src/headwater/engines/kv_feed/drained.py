@@ -55,7 +55,7 @@ class DrainedEvents:
         try:
             for document in documents:
                 self._take(document)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             self._lose(f"an event cannot be read: {error!r}")
 
     def lose(self, reason: str) -> None:

@@ -1,0 +1,118 @@
+"""TensorRT-LLM as a client sees it: real processes, before a double of its server and around one of its package."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_demo import Reply, call, demo_cluster
+
+from headwater.config.schema import EngineConfig
+from headwater.engines.conformance import VOCABULARY
+from trtllm_double import MODEL, TrtllmDouble
+
+PROMPT = list(range(20, 120))
+
+
+def make_tokenizer(folder: Path) -> Path:
+    vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(VOCABULARY + 20)}
+    model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
+    return path
+
+
+class DoubleThread:
+    """A double on a loop of its own, so that a test can wait for other processes."""
+
+    def __init__(self, tokenizer: Path) -> None:
+        self.double = TrtllmDouble(EngineConfig(tokenizer=str(tokenizer), mocker_decode_base_ms=2.0))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.call("start")
+
+    def call(self, name: str) -> None:
+        asyncio.run_coroutine_threadsafe(getattr(self.double, name)(), self._loop).result(10)
+
+    def close(self) -> None:
+        self.call("close")
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[DoubleThread]:
+    made = DoubleThread(make_tokenizer(tmp_path))
+    yield made
+    made.close()
+
+
+def ask(url: str, model: str = MODEL, **fields: Any) -> Reply:
+    return call(f"{url}/v1/completions", {"model": model, "prompt": PROMPT, "max_tokens": 5, **fields})
+
+
+def answered(url: str) -> dict[str, Any]:
+    deadline = time.monotonic() + 20
+    while (back := ask(url)).status != 200:
+        assert time.monotonic() < deadline, back.text
+        time.sleep(0.1)
+    return dict(back.json())
+
+
+def test_attached(server: DoubleThread, tmp_path: Path, run_folder: Path) -> None:
+    flags = ("--attach", server.double.url, "--tokenizer", str(tmp_path / "tokenizer.json"))
+    with demo_cluster(run_folder, *flags, "--attach-adapters", "tuned=/adapters/tuned") as url:
+        first = ask(url, logprobs=2).json()
+        assert first["usage"] == {**first["usage"], "prompt_tokens": 100, "completion_tokens": 5}
+        assert len(first["choices"][0]["logprobs"]["token_logprobs"]) == 5
+        assert ask(url).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+        (worker,) = call(f"{url}/debug/cluster").json()["workers"]
+        assert worker["kv_events"] is True
+        assert ask(url, "tuned").json()["model"] == "tuned"
+        assert server.double.bodies[-1]["lora_request"]["lora_path"] == "/adapters/tuned"
+        refused = ask(url, cache_salt="theirs")
+        assert (refused.status, refused.json()["error"]["param"]) == (400, "cache_salt")
+        server.call("close")
+        assert ask(url).status in (502, 503)
+        server.call("start")
+        assert answered(url)["choices"][0]["text"] == first["choices"][0]["text"]
+        (same,) = call(f"{url}/debug/cluster").json()["workers"]
+        assert same["worker_id"] == worker["worker_id"]
+    assert not server.double.metrics_read
+
+
+PACKAGE = """
+import sys
+sys.path.insert(0, {tests!r})
+import trtllm_llm
+sys.modules.update({{name: module for name, module in trtllm_llm.package().items() if name != "tensorrt_llm"}})
+from trtllm_llm import LLM
+__version__ = "1.4.0"
+trtllm_llm.LLM.mocker = trtllm_llm.EngineConfig(tokenizer={tokenizer!r}, mocker_decode_base_ms=2.0)
+"""
+
+
+def test_in_the_worker(tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    package = tmp_path / "site" / "tensorrt_llm"
+    package.mkdir(parents=True)
+    tests = str(Path(__file__).parents[1])
+    (package / "__init__.py").write_text(PACKAGE.format(tests=tests, tokenizer=str(tokenizer)))
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    flags = ("double", "--engine", "trtllm", "--tokenizer", str(tokenizer), "--served-model-name", MODEL)
+    own = ("--kv-cache-config.tokens-per-block", "16", "--max-batch-size", "4", "--kv-cache-config.max_tokens", "4096")
+    with demo_cluster(run_folder, *flags, *own) as url:
+        first = answered(url)
+        again = ask(url).json()
+        assert again["choices"][0]["text"] == first["choices"][0]["text"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+        (worker,) = call(f"{url}/debug/cluster").json()["workers"]
+        assert worker["kv_events"] is True
+        salted = [ask(url, cache_salt="theirs").json()["usage"]["prompt_tokens_details"] for _ in range(2)]
+        assert [details["cached_tokens"] for details in salted] == [0, 96]
