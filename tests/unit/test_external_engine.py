@@ -14,6 +14,7 @@ from headwater.errors import Unavailable
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import ErrorInfo, SequenceOutput, TokenLogprobs
+from headwater.runtime.conformance import eventually
 
 CARD = ModelCard("m", ["m"], "fp", "none", "none", "none", 512, 16, 300)
 
@@ -65,6 +66,25 @@ def test_outputs_of_one_turn_are_joined_per_sequence() -> None:
         gathered.take(SequenceOutput(2, [], "error", error=ErrorInfo("worker_lost", "x")))
         await asyncio.sleep(0)
         assert steps[1][0].finish_reason == "error"
+
+    uvloop.run(scenario())
+
+
+def test_a_step_is_handed_on_when_all_have_brought_something_or_a_moment_later() -> None:
+    async def scenario() -> None:
+        steps: list[list[SequenceOutput]] = []
+        gathered = Gathered(steps.append, lambda: 3)
+        for stream in (1, 2, 1):
+            gathered.take(SequenceOutput(stream, [stream]))
+            await asyncio.sleep(0)
+        assert steps == [], "the third is awaited"
+        gathered.take(SequenceOutput(3, [3]))
+        await asyncio.sleep(0)
+        assert [(one.stream, one.token_ids) for one in steps[0]] == [(1, [1, 1]), (2, [2]), (3, [3])]
+        gathered.take(SequenceOutput(2, [2]))
+        await eventually(lambda: len(steps) == 2, "the others have nothing")
+        await asyncio.sleep(0.005)
+        assert [len(step) for step in steps] == [3, 1]
 
     uvloop.run(scenario())
 

@@ -43,6 +43,8 @@ REPORT_INTERVAL_S = 0.02
 """Least time between two load reports of a busy engine."""
 HEARTBEAT_S = 1.0
 _MAX_TIMINGS = 64
+_STEP_SPREAD_S = 0.001
+"""Within which a server has written what one step of its engine brought."""
 
 
 @dataclass(slots=True)
@@ -245,6 +247,11 @@ class ExternalEngine(ABC):
             self._refusing = self._pausing = None
 
     @property
+    def num_generating(self) -> int:
+        """Open streams that have a token: each brings something with every step."""
+        return len(self.open) - self._num_waiting
+
+    @property
     def paused(self) -> bool:
         return self._pausing is not None
 
@@ -359,21 +366,37 @@ class ExternalEngine(ABC):
 
 
 class Gathered:
-    """A sink for single outputs: hands on what one turn of the event loop brought, one output per sequence."""
+    """A sink for single outputs: hands on those of one step of the other side, one output per sequence.
 
-    def __init__(self, deliver: Callable[[list[SequenceOutput]], None]) -> None:
+    A step has come when as many sequences as `awaited` says have brought something, or a moment after the first one:
+    what is handed on costs by the step, here and in every frontend. 0 awaited: what one turn of the event loop brought.
+    """
+
+    def __init__(self, deliver: Callable[[list[SequenceOutput]], None], awaited: Callable[[], int] = int) -> None:
         self._deliver = deliver
+        self._awaited = awaited
         self._pending: dict[int, SequenceOutput] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     def take(self, output: SequenceOutput) -> None:
         """The output is the sink's from now on."""
-        if not self._pending:
-            asyncio.get_running_loop().call_soon(self._flush)
+        begins = not self._pending
         known = self._pending.setdefault(output.stream, output)
         if known is not output and known.finish_reason is None:
             _join(known, output)
+        if not begins and self._timer is None:
+            return
+        loop = asyncio.get_running_loop()
+        if len(self._pending) < self._awaited():
+            self._timer = self._timer or loop.call_later(_STEP_SPREAD_S, self._flush)
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        loop.call_soon(self._flush)
 
     def _flush(self) -> None:
+        self._timer = None
         outputs, self._pending = list(self._pending.values()), {}
         self._deliver(outputs)
 

@@ -87,7 +87,7 @@ class AttachedEngine(ExternalEngine):
         self._publishes = _own_part("--attach-kv-events", config.attach_kv_events, placement.index)
         self._answers: dict[int, asyncio.Task[None]] = {}
         self._aborting: set[asyncio.Task[None]] = set()
-        self._gathered = Gathered(self._on_outputs)
+        self._gathered = Gathered(self._on_outputs, lambda: self.num_generating)
         self._pace = Pace(config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS)
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS
