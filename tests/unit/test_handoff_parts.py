@@ -1,8 +1,7 @@
-"""The pure parts of hand-offs: what follows from what, how long to wait, which blocks fit, how they are cut."""
+"""The pure parts of hand-offs: what follows from what, how long to wait, which blocks fit."""
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +10,6 @@ from headwater.errors import TransferRefused, TransferTimeout
 from headwater.handoff.intake import Action, Arrived, CancelRead, Complete, FallBack, Intake, Read, Release, Stop
 from headwater.handoff.layout import check_layouts
 from headwater.handoff.patience import MAX_HOLD_S, Pace, Patience, Progress, Prospects, patience
-from headwater.handoff.ranks import MAX_RUNS, HeadLayout, cuts, heads_of
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.request import ExportOrder
 from headwater.scheduler.outside import FirstToken
@@ -198,36 +196,3 @@ def test_blocks_that_do_not_fit_are_refused_by_name(change: dict[str, object], n
     order = ExportOrder(0, 1.0, other.fingerprint, other.kv_layout, other.dtype, other.block_size)
     with pytest.raises(TransferRefused, match=names):
         check_layouts(same, order)
-
-
-def split(whole: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]", num_ranks: int) -> list[bytearray]:
-    """What each rank holds of blocks [outer, heads, bytes]."""
-    heads = whole.shape[1]
-    return [bytearray(whole[:, list(heads_of(rank, num_ranks, heads)), :].tobytes()) for rank in range(num_ranks)]
-
-
-@pytest.mark.parametrize(
-    ("source", "target"), [(1, 1), (1, 4), (4, 1), (2, 4), (4, 2), (8, 2), (2, 8), (8, 8), (16, 4)]
-)
-@pytest.mark.parametrize("heads", [4, 8])
-def test_blocks_are_cut_between_groups_of_unequal_size(source: int, target: int, heads: int) -> None:
-    layout = HeadLayout(num_outer=6, num_heads=heads, head_bytes=12)
-    whole = np.random.default_rng(1).integers(0, 256, (6, heads, 12), dtype=np.uint8)
-    there, expected = split(whole, source), split(whole, target)
-    for rank in range(target):
-        assert layout.rank_bytes(target) == len(expected[rank])
-        got = bytearray(len(expected[rank]))
-        for cut in cuts(layout, source, target, rank):
-            got[cut.target_offset : cut.target_offset + cut.num_bytes] = there[cut.source_rank][
-                cut.source_offset : cut.source_offset + cut.num_bytes
-            ]
-        assert got == expected[rank]
-
-
-def test_equal_groups_move_blocks_in_one_piece_and_absurd_ones_are_refused() -> None:
-    layout = HeadLayout(num_outer=30, num_heads=8, head_bytes=100)
-    assert [len(cuts(layout, 4, 4, rank)) for rank in range(4)] == [1, 1, 1, 1]
-    with pytest.raises(TransferRefused, match="do not divide"):
-        cuts(layout, 3, 1, 0)
-    with pytest.raises(TransferRefused, match="pieces"):
-        cuts(HeadLayout(MAX_RUNS, 8, 2), 4, 2, 0)

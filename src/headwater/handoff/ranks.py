@@ -3,19 +3,26 @@
 A rank of such a group holds some of a layer's heads. In a block the heads come one after the other, `num_outer` times:
 our CPU kernels' layout has one time per layer, with keys and values of all tokens of a head together; a layout with the
 heads inside the tokens has one time per layer, token, and keys or values.
+
+Each time is a row of a rank's block, and what one rank reads of another is the same part of every row: so a region of
+blocks is described as one of rows, and all blocks of a pair of ranks move in one transfer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headwater.errors import TransferRefused
+import msgspec
 
-MAX_RUNS = 4096
-"""Pieces of a block that are worth moving one by one."""
+from headwater.errors import TransferRefused
+from headwater.transfer.blocks import Blocks, pack_runs
+
+MAX_PIECES = 4096
+"""Of a block, that are worth moving one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A piece of every block that moves from one rank to another."""
+    """The part of every row that moves from one rank to another."""
 
     source_rank: int
     source_offset: int
@@ -33,9 +40,13 @@ class HeadLayout:
     head_bytes: int
     """... and the bytes of one head each time."""
 
+    def row_bytes(self, num_ranks: int) -> int:
+        """Of one rank."""
+        return len(heads_of(0, num_ranks, self.num_heads)) * self.head_bytes
+
     def rank_bytes(self, num_ranks: int) -> int:
         """Of a block of one rank."""
-        return self.num_outer * len(heads_of(0, num_ranks, self.num_heads)) * self.head_bytes
+        return self.num_outer * self.row_bytes(num_ranks)
 
 
 def heads_of(rank: int, num_ranks: int, num_heads: int) -> range:
@@ -54,22 +65,46 @@ def heads_of(rank: int, num_ranks: int, num_heads: int) -> range:
 def cuts(layout: HeadLayout, source_ranks: int, target_ranks: int, target_rank: int) -> list[Cut]:
     """What one target rank reads of whom. Raises `TransferRefused` where that is not worth it or impossible."""
     wanted = heads_of(target_rank, target_ranks, layout.num_heads)
-    here = len(wanted) * layout.head_bytes
     found: list[Cut] = []
     for source_rank, heads in _sources(wanted, source_ranks, layout.num_heads):
         held = heads_of(source_rank, source_ranks, layout.num_heads)
-        there, size = len(held) * layout.head_bytes, len(heads) * layout.head_bytes
         source, target = (heads[0] - held[0]) * layout.head_bytes, (heads[0] - wanted[0]) * layout.head_bytes
-        found += [
-            Cut(source_rank, outer * there + source, outer * here + target, size) for outer in range(layout.num_outer)
-        ]
-    found = _joined(found)
-    if len(found) > MAX_RUNS:
+        found.append(Cut(source_rank, source, target, len(heads) * layout.head_bytes))
+    whole = source_ranks == target_ranks or layout.num_outer == 1
+    pieces = len(found) * (1 if whole else layout.num_outer)
+    if pieces > MAX_PIECES:
         raise TransferRefused(
-            f"between {source_ranks} and {target_ranks} ranks each block falls into {len(found)} pieces, "
-            f"more than {MAX_RUNS}: use the same number on both sides"
+            f"between {source_ranks} and {target_ranks} ranks each block falls into {pieces} pieces, "
+            f"more than {MAX_PIECES}: use the same number on both sides"
         )
     return found
+
+
+def reads(
+    layout: HeadLayout, sources: Sequence[Blocks], here: Blocks, target_ranks: int, target_rank: int
+) -> list[tuple[Blocks, Blocks]]:
+    """Pairs of descriptors (here, there), a transfer each, that fill the blocks of one rank from those of all ranks of
+    another group, which hold the same tokens in the same order. Raises `TransferRefused`."""
+    here_row, there_row = layout.row_bytes(target_ranks), layout.row_bytes(len(sources))
+    return [
+        (
+            _rows(here, layout.num_outer, here_row, cut.target_offset, cut.num_bytes),
+            _rows(sources[cut.source_rank], layout.num_outer, there_row, cut.source_offset, cut.num_bytes),
+        )
+        for cut in cuts(layout, len(sources), target_ranks, target_rank)
+    ]
+
+
+def _rows(blocks: Blocks, num_rows: int, row_bytes: int, offset: int, num_bytes: int) -> Blocks:
+    """The same part of every row of these blocks."""
+    if not blocks.block_bytes == blocks.stride == num_rows * row_bytes:
+        raise TransferRefused(
+            f"blocks of {blocks.block_bytes} bytes, {blocks.stride} apart, are not {num_rows} rows of {row_bytes} bytes"
+        )
+    rows = [row for index in blocks.indices() for row in range(index * num_rows, (index + 1) * num_rows)]
+    return msgspec.structs.replace(
+        blocks, base=blocks.base + offset, stride=row_bytes, block_bytes=num_bytes, runs=pack_runs(rows)
+    )
 
 
 def _sources(wanted: range, num_ranks: int, num_heads: int) -> list[tuple[int, range]]:
@@ -83,20 +118,3 @@ def _sources(wanted: range, num_ranks: int, num_heads: int) -> list[tuple[int, r
             found.append((rank, heads))
             next_head = heads.stop
     return found
-
-
-def _joined(found: list[Cut]) -> list[Cut]:
-    """Neighbours on both sides as one."""
-    joined: list[Cut] = []
-    for cut in found:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last.source_rank == cut.source_rank
-            and last.source_offset + last.num_bytes == cut.source_offset
-            and last.target_offset + last.num_bytes == cut.target_offset
-        ):
-            joined[-1] = Cut(last.source_rank, last.source_offset, last.target_offset, last.num_bytes + cut.num_bytes)
-        else:
-            joined.append(cut)
-    return joined
