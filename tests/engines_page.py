@@ -5,6 +5,7 @@ python tests/engines_page.py --record VLLM_PYTHON MODEL_FOLDER > docs/engines.md
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from headwater.engines.conformance import EngineConformance
 
 RECORD = Path(__file__).parent / "vllm_results.json"
 SUITE = Path(__file__).parent / "vllm_suite.py"
+HANDOFFS = Path(__file__).parent / "vllm_handoff_life.py"
+BENCH = Path(__file__).parent.parent / "bench"
 FORMS = ("in-worker", "attached")
 DOUBLES = ("SGLang in the worker", "SGLang attached", "TensorRT-LLM in the worker", "TensorRT-LLM attached")
 """Engines that do not run on the machines of the tests: the suite speaks to doubles of their interfaces."""
@@ -75,7 +78,16 @@ def record(python: str, folder: str) -> None:
             name: [line["result"], line["detail"] if line["result"] == "not asked" else ""]
             for name, line in sorted(asked.items())
         }
+    forms["in-worker"] |= handoffs(python, folder)
     RECORD.write_text(json.dumps({"vllm": "0.32.0", "forms": forms}, indent=1) + "\n")
+
+
+def handoffs(python: str, folder: str) -> dict[str, list[str]]:
+    """Of two vLLM workers."""
+    environment = {**os.environ, "PYTHONPATH": str(BENCH)}
+    done = subprocess.run([python, str(HANDOFFS), folder], stdout=subprocess.PIPE, check=False, env=environment)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b'{"check"')]
+    return {line["check"].replace("check_", "test_handoff_", 1): [line["result"], ""] for line in lines}
 
 
 def cell(form: str, name: str, found: dict[str, Any]) -> str:
