@@ -18,6 +18,7 @@
     │  ├─ EngineFailed             the engine reported a failure
     │  ├─ HandoffFailed            another worker has not prefilled it, and this one cannot: begin again with a third
     │  ├─ WorkerLost               the process or the connection died (the peer broke it)
+    │  │  └─ WorkerSilent          nothing is heard of it: it may live
     │  └─ ProtocolError            the other side speaks another version or sent garbage
     ├─ TransferError       502     the bytes did not arrive: take another source or compute them again
     │  ├─ PeerLost                 the peer died, hung or was cut off
@@ -145,6 +146,10 @@ class EngineFailed(WorkerError):
 
 class WorkerLost(WorkerError):
     code = "worker_lost"
+
+
+class WorkerSilent(WorkerLost):
+    pass
 
 
 class HandoffFailed(WorkerError):

@@ -8,7 +8,7 @@ import pytest
 from frontend_rig import Rig, Sink
 from scripted_worker import ScriptedWorker, until
 
-from headwater.errors import EngineFailed, HeadwaterError, InvalidRequest, NoWorkers, WorkerLost
+from headwater.errors import EngineFailed, HeadwaterError, InvalidRequest, NoWorkers, WorkerLost, WorkerSilent
 from headwater.frontend.moves import MoveLimits
 from headwater.frontend.vigil import VigilLimits
 from headwater.protocol.events import LoadReport
@@ -341,6 +341,45 @@ def test_a_stream_moves_so_often_and_no_more(play) -> None:
         assert "had moved 2 times" in str(sink.error)
 
     play(scenario, moves=MoveLimits(max_moves=2))
+
+
+@pytest.mark.parametrize("error", [WorkerLost("cut by the test"), WorkerSilent("not heard of")])
+def test_workers_that_are_only_cut_off_convict_nobody(play, error: WorkerLost) -> None:
+    async def scenario(rig: Rig) -> None:
+        workers = await rig.serving("w1", "w2", "w3")
+        (stream,), (sink,) = rig.submit()
+        for breaks in range(5):
+            await until(lambda breaks=breaks: sum(len(worker.requests) for worker in workers) == breaks + 1)
+            connection = rig.cluster.connection(rig.worker_of(stream) or "")
+            assert connection is not None
+            connection._on_broken(error)
+            await until(lambda: len(rig.view.eligible("f1")) == 3)
+        await until(lambda: sum(len(worker.requests) for worker in workers) == 6)
+        assert sink.error is None
+        worker = rig.by_id(rig.worker_of(stream))
+        worker.finish(worker.requests[-1].stream)
+        await until(lambda: sink.finished is not None)
+
+    play(scenario)
+
+
+def test_workers_that_fall_silent_convict_later_than_those_that_die(play) -> None:
+    """None of them comes back."""
+
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1", "w2", "w3", "w4")
+        (stream,), (sink,) = rig.submit()
+        for silences in range(1, 4):
+            await until(lambda: rig.worker_of(stream) is not None)
+            worker = rig.by_id(rig.worker_of(stream))
+            connection = rig.cluster.connection(worker.worker_id)
+            assert connection is not None
+            await worker.give_up_lease()
+            connection._on_broken(WorkerSilent("not heard of"))
+            assert (sink.error is None) == (silences < 3)
+        assert isinstance(sink.error, EngineFailed)
+
+    play(scenario)
 
 
 def test_a_request_that_two_workers_died_of_is_refused_and_the_others_go_on(play) -> None:

@@ -26,7 +26,7 @@ from headwater.runtime.requests.base import WorkerLink
 from headwater.runtime.wire import Limits
 
 HERE = Path(__file__).parent
-QUICK = Limits(heartbeat_s=0.1, silence_s=0.5)
+QUICK = Limits(heartbeat_s=0.1, silence_s=1.5)
 
 
 @pytest.fixture

@@ -186,6 +186,7 @@ class Cluster:
         if connection.retired:
             return
         logger.info("worker %s is connected", connection.worker_id)
+        self._dispatcher.taken_back(connection)
         if not connection.quarantined:
             self._admit(connection)
         self._models.add_source(connection)

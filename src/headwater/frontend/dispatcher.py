@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from headwater.clock import Clock
-from headwater.errors import Draining, EngineFailed, HeadwaterError, InternalError, Overloaded, WorkerLost
+from headwater.errors import Draining, EngineFailed, HeadwaterError, InternalError, Overloaded, WorkerLost, WorkerSilent
 from headwater.frontend.connection import WorkerConnection
 from headwater.frontend.dispatch import Admission, TokenSink
 from headwater.frontend.fault_metrics import FaultMetrics
@@ -200,14 +200,14 @@ class ClusterDispatcher:
     def remove_connection(self, connection: WorkerConnection, error: HeadwaterError) -> None:
         """Nothing goes there any more; its streams go on elsewhere. Addresses and the like stay in the log."""
         told = WorkerLost(f"worker {connection.worker_id} was lost while it worked on this request")
-        self._leave(connection, told, error.message, hung=False)
+        self._leave(connection, told, error.message, hung=isinstance(error, WorkerSilent))
 
     def abandon(self, connection: WorkerConnection, reason: str) -> None:
         """It hangs: as if it were gone, although it may be connected and come back (`taken_back`)."""
         self._leave(connection, WorkerLost(reason), reason, hung=True)
 
     def taken_back(self, connection: WorkerConnection) -> None:
-        """One that hung is in service again."""
+        """One that hung, or was cut off, lives."""
         self._moves.returned(connection.worker_id)
 
     def _leave(self, connection: WorkerConnection, error: HeadwaterError, reason: str, *, hung: bool) -> None:

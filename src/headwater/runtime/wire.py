@@ -22,10 +22,16 @@ class Limits:
     """Per direction and side; a peer that lets it fill up is given up."""
     heartbeat_s: float = 1.0
     silence_s: float = 5.0
-    """A peer not heard from for so long is gone."""
+    """A connection that carries nothing for so long, not even heartbeats of the transport, is cut."""
     linger_s: float = 1.0
     """Time for queued messages to leave after a close."""
     max_peers: int = 4096
+
+    @property
+    def patience_s(self) -> float:
+        """A peer whose connection lives and that says nothing itself for so long is given up: it may only be short of
+        processors, and hangs of workers at work are noticed otherwise, and sooner."""
+        return 3 * self.silence_s
 
 
 def join_frames(frames: list[bytes]) -> bytes:

@@ -298,6 +298,8 @@ class RequestPlaneConformance:
         silent = self.raw_peer(planes, worker.address)
         await silent.send(join_frames([msgspec.msgpack.encode(Hello("silent", PROTOCOL_VERSION))]))
         await silent.receive()
+        await asyncio.sleep(QUICK.silence_s * 1.5)
+        assert worker.gone == [], "its connection lives: it may only be slow"
         await eventually(lambda: len(worker.gone) == 1, "the silent peer to be given up")
         await asyncio.sleep(QUICK.silence_s * 2)
         assert front.broken == []
@@ -307,6 +309,7 @@ class RequestPlaneConformance:
         await silent.send(join_frames([msgspec.msgpack.encode(Abort([1]))]))
         (refusal,) = msgspec.msgpack.decode(await silent.receive(), type=list[WorkerFrame])
         assert isinstance(refusal, Refused)
+        assert refusal.error.code == WorkerLost.code
         assert "was silent for" in refusal.error.message
         assert "connect again" in refusal.error.message
         await silent.close()

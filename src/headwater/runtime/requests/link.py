@@ -9,7 +9,7 @@ import asyncio
 
 import msgspec
 
-from headwater.errors import HeadwaterError, ProtocolError, Unavailable, WorkerLost
+from headwater.errors import HeadwaterError, ProtocolError, Unavailable, WorkerLost, WorkerSilent
 from headwater.protocol import PROTOCOL_VERSION
 from headwater.protocol.frames import (
     SINCE,
@@ -125,6 +125,8 @@ class Link:
 
     def _on_control(self, frame: WorkerFrame) -> None:
         match frame:
+            case Refused(error) if error.code == WorkerLost.code:
+                self._break(WorkerSilent(f"{self._dialer.address}: {error.message}"))
             case Refused(error):
                 self._break(ProtocolError(f"{self._dialer.address} refused: {error.message}"))
             case Welcome(worker_id, version) if not self._welcomed and self._welcome is not None:
@@ -139,12 +141,14 @@ class Link:
                 self._break(ProtocolError(f"{self._dialer.address} began without a welcome"))
 
     def _on_lost(self, reason: str) -> None:
-        self._break(WorkerLost(f"{self._dialer.address}: {reason}"))
+        """A process that dies breaks its connections at once; one that is cut off or frozen has been silent before."""
+        silent = self._silent_s + 2 * self._limits.heartbeat_s >= self._limits.silence_s
+        self._break((WorkerSilent if silent else WorkerLost)(f"{self._dialer.address}: {reason}"))
 
     def _tick(self) -> None:
         self._silent_s = 0.0 if self._heard else self._silent_s + self._limits.heartbeat_s
-        if self._silent_s >= self._limits.silence_s:
-            self._break(WorkerLost(f"{self._dialer.address} has been silent for {self._silent_s:g} s"))
+        if self._silent_s >= self._limits.patience_s:
+            self._break(WorkerSilent(f"{self._dialer.address} has been silent for {self._silent_s:g} s"))
             return
         if not self._heard or not self._said:
             self._enqueue(Ping(round(self._silent_s * 1000)))

@@ -197,7 +197,7 @@ class Listener:
         for peer, known in list(self._peers.items()):
             known.silent_s = 0.0 if known.heard else known.silent_s + self._limits.heartbeat_s
             known.heard = False
-            if known.silent_s >= self._limits.silence_s:
+            if known.silent_s >= self._limits.patience_s:
                 self._give_up(peer, f"was silent for {known.silent_s:g} s")
         self._tick_handle = self._loop.call_later(self._limits.heartbeat_s, self._tick)
 
