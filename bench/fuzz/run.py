@@ -24,6 +24,8 @@ def fuzz_here(name: str, arguments: list[str]) -> None:
     with atheris.instrument_imports(include=["headwater", "jinja2", "msgspec"]):
         from fuzz_targets import TARGETS
 
+    for seed in TARGETS[name].seeds[:1]:
+        TARGETS[name].run(seed)  # what it imports is loaded now, since loading may take longer than an input may
     atheris.Setup([sys.argv[0], *arguments], TARGETS[name].run)
     atheris.Fuzz()
 
