@@ -165,6 +165,26 @@ def test_a_prefill_server_that_dies_costs_time_and_no_request(tokenizer: Path) -
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+def test_a_prefill_worker_that_leaves_at_once_costs_time_and_no_request(tokenizer: Path) -> None:
+    async def scenario() -> None:
+        async with pairs(tokenizer, "p1", "p2", "d") as members:
+            for double in members.prefills:
+                double.gate.clear()
+            _, (sink,) = members.submit()
+            await until(lambda: any(double.raw for double in members.prefills), 10)
+            (number,) = [number for number, double in enumerate(members.prefills) if double.raw]
+            members.prefills[1 - number].gate.set()
+            shell, _ = members._running[number]
+            shell.stop()
+            shell.stop()
+            await until(lambda: sink.finished is not None or sink.error is not None, 20)
+            assert sink.error is None
+            assert sink.token_ids == await whole(tokenizer)
+            await until(lambda: members.prefills[number].num_open == 0 or bool(members.prefills[number].aborted), 10)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 def test_without_a_worker_that_prefills_nothing_is_begun(tokenizer: Path) -> None:
     async def scenario() -> None:
         async with pairs(tokenizer, "d") as members:
