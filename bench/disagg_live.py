@@ -67,8 +67,10 @@ NATIVE = EngineConfig(engine="native", served_model_name=("mock",), max_model_le
 NATIVE_RATE = 2.0
 NATIVE_OBJECTIVE = Objective(ttft_ms=3000.0, tpot_ms=80.0)
 START_S = 60.0
-DRAIN_S = 2.0
-"""After the last request of a turn, about."""
+DRAIN_S = 1.0
+"""After the last request of a turn, about, ..."""
+TOKEN_S = 0.025
+"""... and per token of its answer."""
 LEAST_S = 3.0
 
 
@@ -259,14 +261,15 @@ def compare(cells: Sequence[Cell], results: Sequence[dict[str, Figures]]) -> Non
         )
 
 
-def seconds_for(args: argparse.Namespace, num_cells: int) -> float:
+def seconds_for(args: argparse.Namespace, cells: Sequence[Cell]) -> float:
     """To be judged at a time, so that all ends about in time."""
     turns = args.repeats * len(modes(WORKERS))
-    cell_s = (60 * args.minutes - START_S) / num_cells - args.adapt - DRAIN_S
-    seconds = cell_s / turns - args.settle - DRAIN_S
+    drains = sum(DRAIN_S + TOKEN_S * cell.osl for cell in cells)
+    fixed_s = START_S + (turns + 1) * drains + len(cells) * (args.adapt + turns * args.settle)
+    seconds = (60 * args.minutes - fixed_s) / (len(cells) * turns)
     if seconds < LEAST_S:
-        least = (num_cells * (turns * (LEAST_S + args.settle + DRAIN_S) + args.adapt + DRAIN_S) + START_S) / 60
-        raise SystemExit(f"{num_cells} cells need {least:.0f} minutes, or fewer --repeats, --isl, --osl, --load")
+        least = (fixed_s + LEAST_S * len(cells) * turns) / 60
+        raise SystemExit(f"{len(cells)} cells need {least:.0f} minutes, or fewer --repeats, --isl, --osl, --load")
     return float(seconds)
 
 
@@ -291,7 +294,7 @@ def main() -> None:
     args = parser.parse_args()
     cells = [Cell(isl, osl, load) for isl in args.isl for osl in args.osl for load in args.load]
     if args.minutes is not None:
-        args.seconds = seconds_for(args, len(cells))
+        args.seconds = seconds_for(args, cells)
         print(f"{len(cells)} cells in {args.minutes:g} minutes: {args.repeats} x {args.seconds:.1f} s each", flush=True)
     print(
         "cell, rate, then per mode: goodput, TTFT ms, TPOT ms, E2E ms; at last the roles that adaptive has", flush=True
