@@ -1,7 +1,8 @@
 """Prefill on one real vLLM, decode on another; run by an interpreter that has vLLM, with bench/ on its path.
 
-    PYTHONPATH=bench VLLM_PYTHON tests/vllm_handoff_life.py MODEL_FOLDER [VOCABULARY]      one JSON line per check
+    PYTHONPATH=bench VLLM_PYTHON tests/vllm_handoff_life.py MODEL_FOLDER [VOCABULARY] [WORDS OF VLLM ...]
 
+One JSON line per check. Words of vLLM are for both, such as another KV connector beside ours.
 The prefill worker is a process of its own, which is killed at the end. The decode worker is in this process, so that
 what it reads can be damaged, with checksums and without.
 """
@@ -41,8 +42,9 @@ MOVE = SharedLink.move
 
 
 class Life:
-    def __init__(self, here: Bench, vocabulary: int) -> None:
+    def __init__(self, here: Bench, vocabulary: int, words: list[str]) -> None:
         self.here = here
+        self.words = words
         self.vocabulary = vocabulary
         self.streams = 0
         self.prefill: Worker
@@ -51,7 +53,9 @@ class Life:
         self.engine: VllmEngine
 
     async def start(self, model: str) -> None:
-        prefilling = asyncio.create_task(self.here.start("prefill", model, *FLAGS, "--kv-staging", str(STAGING)))
+        prefilling = asyncio.create_task(
+            self.here.start("prefill", model, *FLAGS, "--kv-staging", str(STAGING), *self.words)
+        )
         config = EngineConfig(
             engine="vllm",
             model=model,
@@ -63,7 +67,7 @@ class Life:
             num_kv_blocks=160,
             threads=1,
             kv_staging=STAGING,
-            engine_args=("--enforce-eager",),
+            engine_args=("--enforce-eager", *self.words),
         )
         self.engine = VllmEngine(config)
         options = ShellConfig("inside", "vllm", "m", "decode", transfer=AgentOptions(host=None))
@@ -259,9 +263,9 @@ CHECKS: tuple[Callable[[Life], Awaitable[str]], ...] = (
 )
 
 
-async def main(model: str, vocabulary: int) -> None:
+async def main(model: str, vocabulary: int, words: list[str]) -> None:
     async with bench() as here:
-        life = Life(here, vocabulary)
+        life = Life(here, vocabulary, words)
         began = time.monotonic()
         await life.start(model)
         print(f"started in {time.monotonic() - began:.0f} s", file=sys.stderr)
@@ -281,4 +285,4 @@ async def main(model: str, vocabulary: int) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    uvloop.run(main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 90))
+    uvloop.run(main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 90, sys.argv[3:]))

@@ -5,10 +5,10 @@ from unittest import mock
 import msgspec
 import pytest
 
-from headwater.config.schema import DisaggConfig, RuntimeConfig, ServeConfig
+from headwater.config.schema import DisaggConfig, EngineConfig, RuntimeConfig, ServeConfig
 from headwater.errors import ConfigError
 from headwater.worker import roles
-from headwater.worker.roles import num_workers, role_of, transfer_options
+from headwater.worker.roles import engine_of, num_workers, role_of, transfer_options
 
 
 def test_pools_come_first_and_replace_the_plain_workers() -> None:
@@ -43,3 +43,15 @@ def test_memory_moves_as_far_as_the_planes_reach_and_as_secretly() -> None:
     assert bound("10.0.0.7", "key") == ("10.0.0.7", True)
     with mock.patch.object(roles, "check_available", side_effect=ConfigError("no library")):
         assert bound("10.0.0.7", "key") == (None, False)
+
+
+def test_vllm_gets_memory_for_hand_offs_where_its_role_asks_for_them() -> None:
+    vllm = EngineConfig(engine="vllm")
+    assert engine_of(ServeConfig(engine=vllm), 0).kv_staging is None
+    pools = ServeConfig(engine=vllm, prefill=1, decode=1)
+    assert all(0 < (engine_of(pools, index).kv_staging or 0) <= 4 << 30 for index in range(2))
+    adaptive = ServeConfig(engine=vllm, disaggregation=DisaggConfig(role="adaptive"))
+    assert engine_of(adaptive, 0).kv_staging
+    told = ServeConfig(engine=EngineConfig(engine="vllm", kv_staging=0), prefill=1, decode=1)
+    assert engine_of(told, 0).kv_staging == 0
+    assert engine_of(ServeConfig(prefill=1, decode=1), 0).kv_staging is None

@@ -12,6 +12,7 @@ hand-off. Blocks are not offered to tiers: vLLM's own connectors do that. Lives 
 """
 
 import asyncio
+import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ from headwater.scheduler.outside import (
     LoadEnded,
     LoadStarted,
 )
+
+_log = logging.getLogger(__name__)
+
+_WARNING_S = 60.0
 
 
 class PortOwner(Protocol):
@@ -114,6 +119,7 @@ class StagingPort:
         self._exports: dict[int, _Export] = {}
         self._teller: asyncio.TimerHandle | None = None
         self._steps_told = 0
+        self._next_warning = 0.0
         staging.on_news = self._on_news
 
     def num_resident(self, block_ids: bytes) -> int:
@@ -192,6 +198,7 @@ class StagingPort:
         first = min(resident, (len(tokens) - 1) // self._size)
         slots = self._staging.take(-(-len(tokens) // self._size) - first)
         if slots is None:
+            self._tell_full()
             self._tell_ended(loader, number, "late")
             return False
         timer = self._loop.call_later(timeout_s, self._stop_load, number, "late")
@@ -209,6 +216,7 @@ class StagingPort:
             raise InvalidRequest(f"the prompt has no block {order.first_block}", param="export")
         slots = self._staging.take(count)
         if slots is None:
+            self._tell_full()
             raise Overloaded(f"{count} blocks do not fit the {self._staging.num_free} free of --kv-staging")
         timer = self._loop.call_later(order.hold_s, self._let_go, number)
         ranks = range(self._staging.num_ranks)
@@ -275,6 +283,14 @@ class StagingPort:
         self._readers.clear()
 
     # ---- inner life
+
+    def _tell_full(self) -> None:
+        """Now and then."""
+        now = self._loop.time()
+        if now >= self._next_warning:
+            self._next_warning = now + _WARNING_S
+            free, size = self._staging.num_free, self.blocks.block_bytes / 2**20
+            _log.warning("--kv-staging is full (%d blocks of %.1f MiB are free): no hand-off for some", free, size)
 
     def _started(self, stream: int) -> None:
         load = self._loads.get(stream)
