@@ -223,7 +223,7 @@ async def check_a_killed_prefill_worker_costs_nothing_else(life: Life) -> str:
     assert process is not None
 
     async def kill() -> None:
-        await asyncio.sleep(0.1)
+        await eventually(lambda: bool(life.shell._handoffs._decode._open), "the prefill was asked for", 10)
         os.kill(process.pid, signal.SIGKILL)
 
     before = await life.counts()
@@ -231,6 +231,7 @@ async def check_a_killed_prefill_worker_costs_nothing_else(life: Life) -> str:
     after = await life.counts()
     alone = await life.alone(prompt)
     assert handed == alone, (handed, alone, before, after)
+    assert after[1] - before[1] == 1, "it was in the middle"
     await eventually(life.slots_free, "all slots are free", 20)
     return f"fell back {after[1] - before[1]} times, {after[2] - before[2]} blocks had arrived, equal"
 
