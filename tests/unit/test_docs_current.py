@@ -59,6 +59,7 @@ OTHERS_FLAGS = {
     "--max-total-tokens",
     "--mem-fraction-static",
     "--page-size",
+    "--tp",
     "--tp-size",
     "--cache-transceiver-config",
     "--kv-cache-config",

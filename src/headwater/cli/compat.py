@@ -1,4 +1,4 @@
-"""`headwater compat check -- vllm serve MODEL [flags]`: the equivalent of another system's command line."""
+"""`headwater compat check -- vllm serve MODEL [flags]`, or SGLang's line: the equivalent of such a command line."""
 
 import argparse
 import sys
@@ -7,6 +7,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from headwater.compat.sglang import command as sglang
 from headwater.compat.vllm.command import VERDICTS, TranslatedCommand, translate
 
 
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when every flag has an equivalent, 1 when some have none."""
-    found = translate(args.words)
+    found = (sglang.translate if sglang.is_sglang(args.words) else translate)(args.words)
     if args.json:
         _print_json(found)
     else:

@@ -17,7 +17,7 @@ Verdict = Literal["same", "renamed", "passed", "always", "none"]
 VERDICTS: dict[Verdict, str] = {
     "same": "the same flag",
     "renamed": "another flag",
-    "passed": "passed on to vLLM",
+    "passed": "passed on to the engine",
     "always": "not needed: always so, or found out",
     "none": "no equivalent",
 }
@@ -112,10 +112,11 @@ class TranslatedCommand:
 
     model: str
     flags: list[Translation]
+    engine: str = "vllm"
 
     @property
     def command(self) -> str:
-        words = ["headwater", "serve", self.model, "--engine", "vllm"]
+        words = ["headwater", "serve", self.model, "--engine", self.engine]
         return shlex.join([*words, *(word for flag in self.flags for word in flag.words)])
 
     @property
