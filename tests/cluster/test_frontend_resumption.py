@@ -221,6 +221,7 @@ def test_a_client_that_comes_back_to_another_frontend_gets_the_rest_all_the_same
                 assert texts(events_of(same.body)) == texts(seen + rest), "the same first request, sent twice"
             assert len(worker.requests) == 1
             assert len(other.frontend._resumption) == 0
+        assert not (tmp_path / "m").exists(), "nothing is left behind"
 
     uvloop.run(main())
 

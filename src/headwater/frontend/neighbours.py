@@ -56,8 +56,10 @@ class Neighbours:
         return listener
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. The last one to leave removes the folder."""
         self._own.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
 
     async def relay(self, request: HttpRequest, responder: Responder) -> bool:
         """Answer with what another one keeps. False: nobody keeps it, and nothing was said."""
