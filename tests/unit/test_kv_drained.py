@@ -121,6 +121,14 @@ def test_partial_blocks_are_left_out() -> None:
     assert heard.held() == 1
 
 
+def test_blocks_of_another_size_are_no_partial_ones() -> None:
+    heard = Heard()
+    longer = stored(0, [11])
+    longer["data"]["blocks"][0]["tokens"] *= 2
+    heard.drained.take([longer])
+    assert heard.lost == [f"an event cannot be read: ValueError('a block has {2 * SIZE} tokens, and not {SIZE}')"]
+
+
 def test_tiers_are_followed_and_a_move_is_never_a_moment_without_the_block() -> None:
     heard = Heard()
     heard.drained.take([stored(0, [11, 12]), moved(1, 12, 0, 1)])

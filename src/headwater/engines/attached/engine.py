@@ -8,18 +8,16 @@ and gets nothing until it is back; one that comes back as something else ends th
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 from array import array
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.attached.answer import Answer
+from headwater.engines.attached.cards import Describer
 from headwater.engines.attached.dialects.base import (
     Aborts,
     Description,
@@ -32,10 +30,9 @@ from headwater.engines.attached.dialects.base import (
 )
 from headwater.engines.attached.dialects.detect import detect
 from headwater.engines.attached.http import Server, ServerAddress, Unreachable, error_for
-from headwater.engines.attached.relay import relay_card, relayed_request
-from headwater.engines.attached.texts import server_texts, vocabulary_size
+from headwater.engines.attached.relay import relayed_request
+from headwater.engines.attached.texts import server_texts
 from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
-from headwater.engines.card import served_names, text_artifacts
 from headwater.engines.external import ExternalEngine, Gathered, OpenStream
 from headwater.engines.kv_feed.draining import Draining, ReaderLock
 from headwater.engines.kv_feed.following import Following
@@ -63,9 +60,6 @@ _DRAIN_TIMEOUT_S = 30.0
 _MAX_ERROR_BYTES = 64 * 1024
 _MAX_ABORTING = 1024
 """Messages under way; beyond that a closed connection has to do."""
-_DEFAULT_BLOCK_SIZE = 16
-_DEFAULT_MAX_MODEL_LEN = 131_072
-_DEFAULT_BATCHED_TOKENS = 2048
 
 
 class AttachedEngine(ExternalEngine):
@@ -88,9 +82,8 @@ class AttachedEngine(ExternalEngine):
         self._answers: dict[int, asyncio.Task[None]] = {}
         self._aborting: set[asyncio.Task[None]] = set()
         self._gathered = Gathered(self._on_outputs, lambda: self.num_generating)
-        self._pace = Pace(config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS)
+        self._pace = Pace(config.max_num_batched_tokens or 0)
         self._max_num_seqs = config.max_num_seqs
-        self._max_num_batched_tokens = config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS
         self._said: ServerLoad | None = None
         self._failing_since: float | None = None
 
@@ -100,7 +93,9 @@ class AttachedEngine(ExternalEngine):
         server = self._server = Server(self._address)
         dialect, found = await self._await_server(server, progress)
         self._dialect, self._found = dialect, found
-        self._take_sizes(found)
+        describer = Describer(self.config, self._address, dialect, found)
+        self._max_num_seqs = describer.sizes.max_num_seqs
+        self._pace = Pace(describer.sizes.max_num_batched_tokens)
         if self._adapters and not found.adapters:
             raise ConfigError(f"--attach-adapters: {self._address.url} ({dialect.name}) takes none by their folder")
         texts = None
@@ -110,7 +105,7 @@ class AttachedEngine(ExternalEngine):
             if texts is not None:
                 self._tokens = tokens
                 await _learn(tokens, texts)
-        info = self._token_info(dialect, found, texts) if texts is not None else self._relay_info(dialect, found)
+        info = describer.with_tokens(texts) if texts is not None else describer.relayed()
         self._kv_blocks = info.kv_blocks
         if texts is not None:
             card = info.card
@@ -135,14 +130,6 @@ class AttachedEngine(ExternalEngine):
             await self._following.close()
         if self._server is not None:
             await self._server.close()
-
-    def _take_sizes(self, found: Description) -> None:
-        """What the server says of its steps, where the operator has not."""
-        if found.max_num_seqs and self.config.max_num_seqs == EngineConfig().max_num_seqs:
-            self._max_num_seqs = found.max_num_seqs
-        tokens = self.config.max_num_batched_tokens or found.max_num_batched_tokens or 0
-        self._max_num_batched_tokens = tokens if tokens > 0 else _DEFAULT_BATCHED_TOKENS
-        self._pace = Pace(self._max_num_batched_tokens)
 
     async def _await_server(self, server: Server, progress: ProgressSink) -> tuple[Dialect, Description]:
         """Until it is there; what it is, when it is."""
@@ -413,60 +400,6 @@ class AttachedEngine(ExternalEngine):
             return
         _log.info("the attached server is back")
         self.resume()
-
-    # ---- what it is
-
-    def _token_info(self, dialect: Dialect, found: Description, texts: ModelTexts) -> EngineInfo:
-        artifacts, contents = text_artifacts(texts.tokenizer_json, texts.tokenizer_config, texts.chat_template)
-        names = served_names(self.config, found.model)
-        block_size = found.block_size or _DEFAULT_BLOCK_SIZE
-        identity = f"{dialect.name} {found.model} {texts.fingerprint} {block_size} {found.max_model_len}"
-        max_model_len = found.max_model_len or self.config.max_model_len or _DEFAULT_MAX_MODEL_LEN
-        card = ModelCard(
-            name=names[0],
-            served_names=[*names, *found.adapters],
-            adapters=list(found.adapters),
-            fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
-            architecture=dialect.name,
-            dtype="unknown",
-            kv_layout=f"{dialect.name}.b{block_size}",
-            max_model_len=max_model_len,
-            block_size=block_size,
-            vocab_size=vocabulary_size(texts, found),
-            bos_token_id=texts.bos_token_id,
-            eos_token_ids=list(texts.eos_token_ids),
-            artifacts=artifacts,
-            default_sampling=texts.default_sampling,
-        )
-        info = self._described(dialect, card, contents, found.kv_blocks or -(-max_model_len // block_size))
-        return replace(info, role=found.role, paired=found.role is not None, bootstrap=self._bootstrap(found))
-
-    def _bootstrap(self, found: Description) -> str:
-        """Where servers that decode reach this one: at the host where we do."""
-        host = urlsplit(self._address.url).hostname
-        return f"{host}:{found.bootstrap_port}" if found.bootstrap_port else ""
-
-    def _relay_info(self, dialect: Dialect, found: Description) -> EngineInfo:
-        if found.role is not None:
-            raise ConfigError(
-                f"{self._address.url} does {found.role} alone, which takes token ids",
-                hint="give the model's folder or hub id as MODEL, or its tokenizer with --tokenizer",
-            )
-        card = relay_card(self.config, found, dialect.name)
-        return self._described(dialect, card, {}, -(-card.max_model_len // card.block_size))
-
-    def _described(self, dialect: Dialect, card: ModelCard, contents: dict[str, Any], kv_blocks: int) -> EngineInfo:
-        return EngineInfo(
-            engine=f"attached-{dialect.name}",
-            card=card,
-            artifacts=contents,
-            kv_blocks=kv_blocks,
-            max_num_seqs=self._max_num_seqs,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            hardware=f"attached-{self._address.url}",
-            batch_invariant=False,
-            tickets=isinstance(self._tokens, HandsOver),
-        )
 
 
 async def _told_to_abort(server: Server, path: str, body: bytes) -> None:

@@ -107,7 +107,9 @@ class DrainedEvents:
         told: list[ForeignEvent] = []
         run = _Run(data.get("parent_hash"), self._block_size)
         for block in data["blocks"]:
-            if len(block["tokens"]) != self._block_size:
+            if (length := len(block["tokens"])) > self._block_size:
+                raise ValueError(f"a block has {length} tokens, and not {self._block_size}")
+            if length < self._block_size:
                 break  # a partial one, which nothing follows
             foreign, tier = block["block_hash"], _tier(block.get("cache_level") or 0)
             if foreign in rank.tiers:
