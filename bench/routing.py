@@ -5,6 +5,7 @@
     python bench/routing.py capacity TRACE[:ROWS]
     python bench/routing.py scaling [--workers 8 64 1000]
     python bench/routing.py mixes
+    python bench/routing.py large [--workers 1000]
 
 TRACE is a Mooncake JSONL file; targets are known for those whose name contains `synthetic` or `conversation` (all rows
 of the first, 4,000 of the second). Loads are multiples of the constant one, at which arrivals are sped up by
@@ -179,13 +180,27 @@ def mixes(args: argparse.Namespace) -> Iterator[Job]:
 def scaling(args: argparse.Namespace) -> Iterator[Job]:
     """As much load per worker, whatever their number; throughput is that of the steady state."""
     for workers in args.workers or (8, 64, 256):
-        mix = Mix("rag", 40 * workers, 1.0 * workers, 2 * workers, 3000, 3, 150, 150, 8.0, document_tokens=1500)
+        mix = _even_mix(workers, 40)
         for mode, config in (
             ("open", SimConfig(workers, num_blocks=4096)),
             (SATURATED, SimConfig(workers, num_blocks=4096, in_flight_per_worker=16)),
         ):
             for policy in args.policy or ("round_robin", OURS):
                 yield Job(SimRun(Load(mix, 64), config, DynamoPolynomial(), Routing.parse(policy)), mode, policy)
+
+
+def large(args: argparse.Namespace) -> Iterator[Job]:
+    """What it costs to simulate a cluster that nobody has under the desk."""
+    for workers in args.workers or (1000,):
+        config = SimConfig(workers, num_blocks=4096)
+        for policy in args.policy or ("round_robin", OURS):
+            run = SimRun(Load(_even_mix(workers, 8), 64), config, DynamoPolynomial(), Routing.parse(policy))
+            yield Job(run, "open", policy)
+
+
+def _even_mix(workers: int, rows_per_worker: int) -> Mix:
+    rows = rows_per_worker * workers
+    return Mix("rag", rows, 1.0 * workers, 2 * workers, 3000, 3, 150, 150, 8.0, document_tokens=1500)
 
 
 def capacity(args: argparse.Namespace) -> Iterator[Job]:
@@ -287,6 +302,12 @@ def print_scaling(reports: Sequence[SimReport]) -> None:
                 verdict(later <= 0, said)
 
 
+def print_cost(reports: Sequence[SimReport]) -> None:
+    for report in reports:
+        cpu_s = report.requests / report.sim_requests_per_min * 60
+        print(f"  {report.policy}: {report.requests:,} requests to {report.workers:,} workers in {cpu_s:.1f} s of CPU")
+
+
 def print_capacity(reports: Sequence[SimReport]) -> None:
     """The largest load within the limits, and all smaller ones too."""
     ttft_ms, itl_ms = (300, 20) if kind_of(reports[0].trace) == "synthetic" else (350, 20)
@@ -304,7 +325,15 @@ def verdict(met: bool, said: str) -> None:
     print(f"  {'met   ' if met else 'MISSED'} {said}")
 
 
-SECTIONS = {"cells": cells, "robust": robust, "mixes": mixes, "scaling": scaling, "capacity": capacity}
+SECTIONS = {
+    "cells": cells,
+    "robust": robust,
+    "mixes": mixes,
+    "scaling": scaling,
+    "large": large,
+    "capacity": capacity,
+}
+PRINTED = {"cells": print_targets, "mixes": print_targets, "robust": print_losses, "large": print_cost}
 
 
 def executed(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
@@ -341,9 +370,8 @@ def main() -> None:
         reports = [report for report, _ in found]
         if args.section != "capacity":
             print_cell(reports)
-        {"cells": print_targets, "mixes": print_targets, "robust": print_losses}.get(args.section, lambda _: None)(
-            reports
-        )
+        if args.section in PRINTED:
+            PRINTED[args.section](reports)
         sys.stdout.flush()
         if args.json:
             with args.json.open("ab") as file:
