@@ -375,6 +375,8 @@ class SglangDouble(Lives):
         """Answer generations with this instead."""
         self.page_size: int | None = None
         """Said instead of the real one."""
+        self.older = False
+        """As before `/server_info` and `/v1/loads` had these names, and events were told of there."""
         self.deterministic = False
         self.priorities: bool | None = None
         """None: priorities are off; else whether low ones come first."""
@@ -405,8 +407,8 @@ class SglangDouble(Lives):
             [
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
-                web.get("/server_info", self._server_info),
-                web.get("/v1/loads", self._loads),
+                web.get("/get_server_info" if self.older else "/server_info", self._server_info),
+                *([] if self.older else [web.get("/v1/loads", self._loads)]),
                 web.post("/tokenize", self._tokenize),
                 web.post("/generate", self._generate),
                 web.post("/abort_request", self._abort_request),
@@ -466,7 +468,7 @@ class SglangDouble(Lives):
             "version": VERSION,
             "api_key": None,
         }
-        if self._publisher is not None:
+        if self._publisher is not None and not self.older:
             document["kv_events"] = {
                 "publisher": "zmq",
                 "endpoint_host": "*",

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import uvloop
 
+from headwater.engines.attached import engine as attached
 from headwater.engines.attached.dialects.sglang import SglangDialect
 from headwater.engines.attached.engine import AttachedEngine
 from headwater.engines.conformance import SIZES, VOCABULARY, prompt_of
@@ -174,6 +175,26 @@ def test_pages_that_are_too_small_are_not_followed_and_the_log_says_what_to_do(
     play(scenario)
     assert "sends no KV events" in caplog.text
     assert "--page-size 16" in caplog.text
+
+
+def test_an_older_server_is_served_by_what_it_has(
+    play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached, "_PROBE_S", 0.02)
+    monkeypatch.setattr(attached, "_PATIENCE_S", 0.1)
+
+    async def scenario(stage: Stage) -> None:
+        await stage.double.stop()
+        stage.double.older = True
+        await stage.double.start()
+        async with stage.attached() as bench:
+            assert (bench.info.engine, bench.info.kv_blocks) == ("attached-sglang", 48)
+            await asyncio.sleep(0.3)
+            assert not bench.engine.paused, "what it does not say is no trouble"
+            (tokens,) = await bench.run(bench.request(prompt_of(40)))
+            assert len(tokens) == 8
+
+    play(scenario)
 
 
 def test_without_events_the_log_says_how_to_have_them(

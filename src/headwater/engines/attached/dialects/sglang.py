@@ -63,7 +63,7 @@ class SglangDialect:
         await server.get("/health")
 
     async def load(self, server: Server) -> ServerLoad | None:
-        found = await server.get_json("/v1/loads?include=core")
+        found = await server.find("/v1/loads?include=core")
         ranks = found.get("loads") if isinstance(found, dict) else None
         if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks):
             return None
