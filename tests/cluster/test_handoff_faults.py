@@ -181,8 +181,7 @@ def test_a_prefill_worker_that_hangs_with_a_line_is_given_up(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its event loop lives: only its engine knows that nothing goes on."""
-    monkeypatch.setattr(decode_side, "patience", lambda *_: Patience(5.0, 5.0, longest_s=600.0))
-    monkeypatch.setattr(patience_module, "_STALL_FLOOR_S", 1.2)
+    monkeypatch.setattr(decode_side, "patience", lambda *_: Patience(3.0, 1.5, longest_s=600.0))
 
     async def check() -> None:
         async with pair(configured(config, **IN_LINE), mocker_prefill_ms_per_token=10.0) as it:

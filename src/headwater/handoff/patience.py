@@ -45,9 +45,12 @@ class Patience:
         return max(self.total_s, self.longest_s) + _SLACK_S
 
     def in_line(self, at_s: float, silence_s: float) -> "Patience":
-        """From a word that it is in line, so long after the asking: only now the time to compute it begins."""
+        """From a word that it is in line, so long after the asking: only now the time to compute it begins.
+
+        `silence_s`: what may pass until the next word where steps take long.
+        """
         total_s = max(self.total_s, min(at_s + self.total_s, self.longest_s))
-        return Patience(total_s, min(max(_STALL_FLOOR_S, silence_s), total_s), self.longest_s)
+        return Patience(total_s, min(max(self.stall_s, silence_s), total_s), self.longest_s)
 
 
 @dataclass(frozen=True, slots=True)
