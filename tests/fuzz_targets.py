@@ -4,6 +4,7 @@ Used by `tests/unit/test_fuzz_parsers.py` for a moment in every run, and by `ben
 Whatever a target raises beyond `HeadwaterError` and `BadHead` is a bug, as is running or growing without a bound.
 """
 
+import contextlib
 import json
 import struct
 import tempfile
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from headwater.clock import VirtualClock
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, ProtocolError
 from headwater.frontend.http.head import BadHead
 from headwater.frontend.http.limits import HttpLimits
 from headwater.frontend.http.reader import RequestReader
@@ -24,6 +25,17 @@ from headwater.frontend.openai.parse import Shape, parse_body
 from headwater.frontend.openai.schema import ChatRequest, CompletionRequest
 from headwater.frontend.preprocess.template import ChatTemplate
 from headwater.frontend.tenants.keyring import Keyring, KeySpec, TenantSpec, decode_keyring, encode_keyring
+from headwater.kv.block import ROOT, Block, Family
+from headwater.kv.lifecycle import Ledger, Refusal, Rules
+from headwater.kv.node import wire as kv_wire_messages
+from headwater.kv.policies import make_policy
+from headwater.kv.shares import OTHERS, Shares
+from headwater.kv.space import Space
+from headwater.kv.stores.disk_files import DiskFiles, Manifest
+from headwater.kv.stores.object.ledger import Ledger as ObjectLedger
+from headwater.kv.stores.object.ledger import Owned
+from headwater.kv.stores.object.runs import DamagedRun, decode_header, encode_header, run_shape
+from headwater.kv.table import RECORD_BYTES, BlockTable, Record, index_bytes
 from headwater.protocol import PROTOCOL_VERSION
 from headwater.protocol.events import EventBatch
 from headwater.protocol.frames import Abort, FrontendFrame, Hello, StepFrame, Submit, Welcome, WorkerFrame
@@ -130,6 +142,52 @@ def cluster_keys(data: bytes) -> None:
     split_key(data.decode("latin-1"))
 
 
+def kv_wire(data: bytes) -> None:
+    for frame in kv_wire_messages.Frames().feed(data):
+        for decode in (kv_wire_messages.decode_request, kv_wire_messages.decode_answer):
+            try:
+                decode(frame)
+            except ProtocolError:
+                continue
+
+
+def kv_disk_index(data: bytes) -> None:
+    """The records of a disk tier, read as after a crash; then the tier is used."""
+    records = bytearray(_KV_RECORDS * RECORD_BYTES)
+    records[: len(data)] = data[: len(records)]
+    table = BlockTable(memoryview(records), memoryview(bytearray(index_bytes(_KV_RECORDS))))
+    policy = make_policy("s3fifo", _KV_RECORDS, Shares.num_groups, lambda slot: 1.0)
+    ledger = Ledger("disk", table, Space(64 << 10, 16 << 10), policy, Shares(), Rules(max_reserved=1.0))
+    ledger.recover([_KV_FAMILY, _KV_FAMILY])
+    ledger.check()
+    blocks = [Block(bytes([number]) * 16, ROOT, number, 0) for number in range(24)]
+    ticket, slots = ledger.reserve(1, _KV_FAMILY, blocks, 0.0)
+    assert any(isinstance(slot, int) or slot is Refusal.PRESENT for slot in slots), "no room, and nobody has it"
+    ledger.commit(1, ticket, {slot: 1 for slot in slots if isinstance(slot, int)}, 1)
+    ledger.check()
+    assert sum(ledger.clear()) == 24 or ledger.table.num_blocks == 0
+
+
+def kv_disk_manifest(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "manifest").write_bytes(data)
+        files = DiskFiles(folder, 2 << 20, 64, direct=False)
+        Space(files.sizes.data_bytes, files.sizes.chunk_bytes)
+        assert files.used_bytes() <= 2 << 20
+        files.close()
+
+
+def kv_object(data: bytes) -> None:
+    """What a bucket holds: a run's header, and the ledger of a node."""
+    shape = run_shape(_KV_FAMILY, min_bytes=8192, target_bytes=8192)
+    with contextlib.suppress(DamagedRun):
+        decode_header(shape, data[-16:], data)
+    ledger = ObjectLedger()
+    ledger.merge(data)
+    assert ledger.used_bytes == sum(owned.num_bytes for _, owned in ledger.oldest(OTHERS))
+
+
 def media_url(data: bytes) -> None:
     check_url(data.decode("utf-8", "replace"), MediaPolicy(), param="url")
 
@@ -146,6 +204,31 @@ def _regions() -> RegionTable:
     table = RegionTable("fuzz", 1)
     table.add(buffer_of(bytearray(4096)), "memory", name="r", block_bytes=64, access="both")
     return table
+
+
+_KV_RECORDS = 32
+_KV_FAMILY = Family("m", "l", "", 4096)
+
+
+def _kv_records() -> bytes:
+    records = bytearray(8 * RECORD_BYTES)
+    table = BlockTable(memoryview(records), memoryview(bytearray(index_bytes(8))))
+    for number in range(6):
+        block = Block(bytes([number + 100]) * 16, ROOT, number, 7)
+        table.insert(table.take(), Record(block, number * 4096, 4096, 5, number % 2))
+    return bytes(records)
+
+
+def _kv_run() -> bytes:
+    blocks = [Block(bytes([1]) * 16, ROOT, 0, 7), Block(bytes([2]) * 16, bytes([1]) * 16, 1, 7)]
+    return encode_header(run_shape(_KV_FAMILY, min_bytes=8192, target_bytes=8192), blocks)
+
+
+def _kv_ledger() -> bytes:
+    ledger = ObjectLedger()
+    for number in range(4):
+        ledger.add(bytes([number]) * 16, Owned(f"runs/{number % 2:032x}/2/", 8192, 5))
+    return ledger.encode()
 
 
 def _frames(*frames: Any) -> bytes:
@@ -220,5 +303,24 @@ TARGETS: dict[str, FuzzTarget] = {
     ),
     "keyring": FuzzTarget(keyring, [encode_keyring(_RING)]),
     "cluster_keys": FuzzTarget(cluster_keys, [encode_cluster_keys(new_cluster("a"))]),
+    "kv_wire": FuzzTarget(
+        kv_wire,
+        [
+            b"".join(
+                kv_wire_messages.encode(message)
+                for message in (
+                    kv_wire_messages.Hello(1, kv_wire_messages.VERSION, "a", follow=True),
+                    kv_wire_messages.Reserve(2, kv_wire_messages.Chain(_KV_FAMILY, bytes(32), 0, ROOT)),
+                    kv_wire_messages.Limit(3, "a", 0.5),
+                    kv_wire_messages.Leased(4, 1, 0, [1, 2], [0, 4096], [7, 8]),
+                )
+            )
+        ],
+    ),
+    "kv_disk_index": FuzzTarget(kv_disk_index, [_kv_records()]),
+    "kv_disk_manifest": FuzzTarget(
+        kv_disk_manifest, [msgspec.json.encode(Manifest(1, 1 << 20, [_KV_FAMILY, _KV_FAMILY]))]
+    ),
+    "kv_object": FuzzTarget(kv_object, [_kv_run(), _kv_ledger()]),
     "media_url": FuzzTarget(media_url, [b"https://user:x@example.org:443/a?b#c", b"https://[::ffff:7f00:1]/"]),
 }

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fuzz_targets import TARGETS
 
-SLOW = {"template": 25, "gguf": 60, "safetensors": 60}
+SLOW = {"template": 25, "gguf": 60, "safetensors": 60, "kv_disk_manifest": 30, "kv_disk_index": 60}
 
 
 @pytest.mark.parametrize("name", TARGETS)

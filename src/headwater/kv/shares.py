@@ -63,7 +63,7 @@ class Shares:
         if used:
             self._used[group] = used
         else:
-            del self._used[group]
+            self._used.pop(group, None)
 
     def payers(self, asking: int) -> Iterator[int]:
         """Groups in the order in which they should give up a block for `asking`: those over their share by most

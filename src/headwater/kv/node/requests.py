@@ -20,6 +20,7 @@ from headwater.kv.stores.disk import DiskTier
 from headwater.kv.stores.host import HostTier
 from headwater.kv.stores.quantized import bare
 from headwater.protocol.events import BlocksCleared, BlocksStored
+from headwater.types import BLOCK_ID_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ class Requests:
                 timeout_s = min(request.timeout_s, _MAX_TIMEOUT_S)
                 return wire.Counted(request.serial, await self._store.fetch(piece, Priority.EXPECTED, timeout_s))
             case wire.Remove():
-                return wire.Counted(request.serial, await self._everywhere(lambda tier: tier.remove(request.ids)))
+                removed = _checked(request.ids)
+                return wire.Counted(request.serial, await self._everywhere(lambda tier: tier.remove(removed)))
             case wire.Clear():
                 cleared = await self._everywhere(lambda tier: tier.clear(tenant=request.tenant, model=request.model))
                 return wire.Counted(request.serial, cleared)
@@ -182,8 +184,8 @@ class Requests:
     def _pin(self, request: wire.Pin) -> int:
         ledger = self._store.host.ledger
         if not request.seconds:
-            return ledger.unpin(request.ids)
-        return sum(ledger.pin(request.ids, self._clock.now() + request.seconds))
+            return ledger.unpin(_checked(request.ids))
+        return sum(ledger.pin(_checked(request.ids), self._clock.now() + request.seconds))
 
     def _ledgered_tiers(self) -> list[HostTier | DiskTier]:
         return [tier for tier in map(bare, self._store.tiers) if isinstance(tier, HostTier | DiskTier)]
@@ -237,6 +239,10 @@ class Requests:
 
 
 def _piece(chain: wire.Chain) -> Piece:
-    if len(chain.ids) % 16:
-        raise ConfigError(f"{len(chain.ids)} bytes are no block ids: 16 bytes each")
-    return Piece(chain.family, chain.ids, chain.first, chain.parent)
+    return Piece(chain.family, _checked(chain.ids), chain.first, chain.parent)
+
+
+def _checked(ids: bytes) -> bytes:
+    if len(ids) % BLOCK_ID_BYTES:
+        raise ConfigError(f"{len(ids)} bytes are no block ids: {BLOCK_ID_BYTES} bytes each")
+    return ids

@@ -30,6 +30,8 @@ Id = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=10 * 365 * 86400)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Slot = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+"""Neither infinite nor undefined: prices are learned from them."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -79,14 +81,14 @@ class Release(_Message, frozen=True):
     ticket: Count
     damaged: list[Slot]
     copied_bytes: Count = 0
-    copied_ms: float = 0.0
+    copied_ms: Milliseconds = 0.0
 
 
 class Used(_Message, frozen=True):
     """Blocks of the host tier were read without asking, and were whole. Not answered."""
 
     chain: Chain
-    copied_ms: float
+    copied_ms: Milliseconds
 
 
 class Locate(_Message, frozen=True):
@@ -102,8 +104,8 @@ class Prefetch(_Message, frozen=True):
 
 class Describe(_Message, frozen=True):
     family: Family
-    token_ms: float
-    pair_ms: float
+    token_ms: Milliseconds
+    pair_ms: Milliseconds
     block_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
@@ -134,7 +136,7 @@ class AskStatus(_Message, frozen=True):
 
 class ListBlocks(_Message, frozen=True):
     tier: Tier
-    after: int
+    after: Annotated[int, msgspec.Meta(ge=-1)]
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
 
 

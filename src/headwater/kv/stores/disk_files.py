@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 _NAMES = frozenset({"lock", "manifest", "manifest.new", "records", "blocks"})
 _MAX_MANIFEST_BYTES = 16 << 20
+_MAX_CHUNKS = 1 << 20
+"""A manifest that asks for more is damaged: each takes memory."""
 _MANIFEST_ALLOWANCE = 64 << 10
 """Of the cap, set aside for the manifest and file system overhead."""
 
@@ -54,7 +56,8 @@ class DiskSizes:
         room = cap_bytes - records_bytes - _MANIFEST_ALLOWANCE
         if room < PAGE_BYTES:
             raise ConfigError(f"a disk tier of {cap_bytes} bytes has no room for blocks", hint="give it more")
-        if not (0 < chunk_bytes <= room and chunk_bytes % PAGE_BYTES == 0):
+        kept = 0 < chunk_bytes <= room and chunk_bytes % PAGE_BYTES == 0 and room // chunk_bytes <= _MAX_CHUNKS
+        if not kept:
             chunk_bytes = chunk_bytes_for(room)
         return cls(num_records, records_bytes, room // chunk_bytes * chunk_bytes, chunk_bytes)
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from struct import Struct
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -26,7 +26,7 @@ class Owned(NamedTuple):
 
 
 class _Folder(msgspec.Struct, frozen=True, array_like=True):
-    object_bytes: int
+    object_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     entries: bytes
 
 
