@@ -1,12 +1,19 @@
 """Who does not move on: bounds from expected and seen steps, own stalls, repeated reports."""
 
+import socket
+from pathlib import Path
+
 import msgspec
 import pytest
+from test_runtime_cpu_wait import Threads
 
+from headwater.frontend.connection import WorkerConnection
+from headwater.frontend.starved import StarvedHere
 from headwater.frontend.vigil import Vigil, VigilLimits, longest_step_ms
 from headwater.perf.model import StepModel, StepShape
 from headwater.protocol.events import LoadReport, StepTiming
 from headwater.router.view import ClusterView, WorkerView, time_class
+from headwater.runtime.cpu_wait import CpuWait
 from headwater.runtime.registry.conformance import example_instance
 
 LIMITS = VigilLimits(hang_timeout_s=2.0, unknown_timeout_s=30.0, canary_interval_s=10.0, look_s=0.25)
@@ -146,3 +153,49 @@ def test_it_is_put_aside_only_when_others_are_left() -> None:
     vigil._view.set_connected("x", False)
     assert not vigil.may_be_put_aside("w", 1000.0)
     assert not vigil.may_be_put_aside("nobody", 1000.0)
+
+
+class Here:
+    """Connections to workers of this host, whose threads wait as the test says."""
+
+    def __init__(self, folder: Path, host: str = "") -> None:
+        self.threads = Threads(folder)
+        instance = example_instance("w", host=host or socket.gethostname(), pid=4242)
+        connection = WorkerConnection(instance, lambda address: None, None)  # type: ignore[arg-type, return-value]
+        self.asked: list[int] = []
+        self.starved = StarvedHere({"w": connection}.get, self._wait_of)
+
+    def _wait_of(self, pid: int) -> CpuWait:
+        self.asked.append(pid)
+        return CpuWait(self.threads.folder)
+
+
+def test_a_worker_of_this_host_that_cannot_even_say_so_is_seen_to_starve(tmp_path: Path) -> None:
+    here = Here(tmp_path)
+    vigil, worker = watched()
+    busy(vigil, worker)
+    vigil.hanging(0.0)
+    here.threads.waited("1", 50.0)
+    here.starved.look(vigil, 0.9)
+    assert here.asked == [], "half of the patience comes first"
+    here.starved.look(vigil, 1.1)
+    assert here.asked == [4242]
+    here.threads.waited("1", 51.5)
+    here.starved.look(vigil, 2.6)
+    assert vigil.hanging(2.6) == []
+    here.starved.look(vigil, 3.3)
+    assert vigil.hanging(3.3), "it could have gone on since, and stands still"
+    vigil.stepped("w", 4.0)
+    here.starved.look(vigil, 4.1)
+    here.threads.waited("1", 60.0)
+    here.starved.look(vigil, 5.1)
+    assert vigil.hanging(6.0), "another silence, of which the first half has passed: what was before it does not count"
+
+
+def test_processes_of_other_hosts_are_not_looked_for_here(tmp_path: Path) -> None:
+    here = Here(tmp_path, host="elsewhere")
+    vigil, worker = watched()
+    busy(vigil, worker)
+    vigil.hanging(0.0)
+    here.starved.look(vigil, 1.9)
+    assert here.asked == []

@@ -17,6 +17,7 @@ from headwater.frontend.connection import OpenLink, WorkerConnection
 from headwater.frontend.dispatcher import ClusterDispatcher
 from headwater.frontend.fault_metrics import FaultMetrics
 from headwater.frontend.models import ModelSet
+from headwater.frontend.starved import StarvedHere
 from headwater.frontend.vigil import Vigil, VigilLimits
 from headwater.protocol.cluster import Instance
 from headwater.protocol.events import EventBatch, EventSnapshot, LoadReport
@@ -68,6 +69,7 @@ class Cluster:
         self._connections: dict[str, WorkerConnection] = {}
         self._retired: set[WorkerConnection] = set()
         self._vigil = Vigil(view, vigil or VigilLimits())
+        self._starved = StarvedHere(self.connection)
         self._faults: FaultMetrics = dispatcher.faults
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -257,6 +259,7 @@ class Cluster:
                 logger.exception("looking after the workers failed")
 
     def _look_after(self, now: float) -> None:
+        self._starved.look(self._vigil, now)
         for worker_id, silent_s in self._vigil.hanging(now):
             if self._vigil.may_be_put_aside(worker_id, silent_s):
                 self._quarantine(worker_id, f"worker {worker_id} has not moved on for {silent_s:.1f} s")

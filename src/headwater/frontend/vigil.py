@@ -107,6 +107,21 @@ class Vigil:
             watched.moved_on = min(now, watched.moved_on + seconds)
             watched.computed = min(now, watched.computed + seconds)
 
+    def suspects(self, now: float) -> list[tuple[str, float]]:
+        """Workers at work that have been silent for half of what is in order, and since when."""
+        least_s = self.limits.hang_timeout_s / 2
+        return [
+            (worker_id, watched.moved_on)
+            for worker_id, watched in self._watched.items()
+            if watched.busy and least_s and now - watched.moved_on > least_s
+        ]
+
+    def excuse(self, worker_id: str, starved_s: float) -> None:
+        """So much of its present silence it got no processor."""
+        watched = self._watched.get(worker_id)
+        if watched is not None:
+            watched.starved_s = max(watched.starved_s, starved_s)
+
     def hanging(self, now: float) -> list[tuple[str, float]]:
         """Workers that hang, and for how long they have been silent."""
         if not self.limits.hang_timeout_s:

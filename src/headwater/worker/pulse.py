@@ -2,46 +2,17 @@
 
 While work is open and the engine's own loop says nothing, the worker says now and then for how long the threads of its
 process could have run and were not let (`LoadReport.starved_ms`). A process that is stopped, or waits for something
-that never comes, has nothing of the kind to say. Only Linux counts that time; elsewhere nothing is told.
+that never comes, has nothing of the kind to say.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable
-from pathlib import Path
+
+from headwater.runtime.cpu_wait import CpuWait
 
 INTERVAL_S = 0.25
 _LEAST_MS = 50.0
 """Less than that in a silence is not worth a message."""
-_TASKS = Path("/proc/self/task")
-
-
-class CpuWait:
-    """How long the threads of this process waited for a processor."""
-
-    def __init__(self, tasks: Path = _TASKS) -> None:
-        self._tasks = tasks
-        self._marks: dict[str, int] = {}
-
-    def mark(self) -> None:
-        """Count from now on."""
-        self._marks = self._waited_ns()
-
-    def since_mark_ms(self) -> float:
-        """Of the thread that waited longest."""
-        waited = self._waited_ns()
-        return (
-            max([waited[thread] - marked for thread, marked in self._marks.items() if thread in waited], default=0)
-            / 1e6
-        )
-
-    def _waited_ns(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        with contextlib.suppress(OSError):
-            for task in self._tasks.iterdir():
-                with contextlib.suppress(OSError, IndexError, ValueError):  # a thread that ends meanwhile
-                    found[task.name] = int((task / "schedstat").read_text().split()[1])
-        return found
 
 
 class Pulse:
