@@ -42,6 +42,9 @@ class ServerArgs:
     enable_priority_scheduling: bool = False
     schedule_low_priority_values_first: bool = False
     disaggregation_mode: str = "null"
+    disaggregation_bootstrap_port: int = 8998
+    base_gpu_id: int = 0
+    pp_size: int = 1
     lora_paths: list[str] | None = None
     host: str = "127.0.0.1"
     resolved: dict[str, Any] = field(default_factory=dict)
@@ -55,6 +58,11 @@ class ServerArgs:
         for flag in ("page-size", "context-length", "max-total-tokens", "max-running-requests", "chunked-prefill-size"):
             parser.add_argument(f"--{flag}", type=int)
         parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
+        parser.add_argument("--pp-size", type=int, default=1)
+        parser.add_argument("--base-gpu-id", type=int, default=0)
+        parser.add_argument("--disaggregation-mode", default="null", choices=["null", "prefill", "decode"])
+        parser.add_argument("--disaggregation-bootstrap-port", type=int, default=8998)
+        parser.add_argument("--host", default="127.0.0.1")
         parser.add_argument("--mem-fraction-static", type=float)
         parser.add_argument("--kv-events-config")
         parser.add_argument("--lora-paths", nargs="*")

@@ -45,6 +45,7 @@ OTHERS_FLAGS = {
     "--swap-spce",
     "--tool-call-parser",
     "--tokenizer",
+    "--base-gpu-id",
     "--chunked-prefill-size",
     "--context-length",
     "--disable-radix-cache",

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable, Coroutine
 from importlib.metadata import PackageNotFoundError
@@ -15,6 +16,7 @@ import uvloop
 from headwater.cli.engine_flags import take_engine_words
 from headwater.cli.verbs import parser_of
 from headwater.config.schema import EngineConfig
+from headwater.engines.base import Placement
 from headwater.engines.conformance import SIZES, VOCABULARY, prompt_of
 from headwater.engines.registry import create_engine
 from headwater.engines.sglang import installed as installation
@@ -119,6 +121,38 @@ def test_its_own_words_win(config: EngineConfig) -> None:
     assert given.mem_fraction_static == 0.5
     assert words_of(EngineConfig(model="a/model")).page_size == 16
     assert words_of(EngineConfig(model="a/model")).max_running_requests is None, "SGLang's default holds"
+
+
+def test_engines_of_one_host_have_gpus_and_ports_of_their_own(config: EngineConfig) -> None:
+    def second(*words: str) -> ServerArgs:
+        own = msgspec.structs.replace(config, engine_args=words, tensor_parallel_size=2)
+        found = sglang_arguments(own, "a/model", Path("/run/x"), Placement(1, 4)).server
+        assert isinstance(found, ServerArgs)
+        return found
+
+    assert (second().base_gpu_id, second().disaggregation_bootstrap_port) == (2, 8999)
+    assert second("--pp-size", "2").base_gpu_id == 4
+    assert second("--base-gpu-id", "7").base_gpu_id == 7
+    assert second("--disaggregation-bootstrap-port", "9100").disaggregation_bootstrap_port == 9101
+
+
+@pytest.mark.parametrize(
+    ("words", "bootstrap"),
+    [
+        (("--disaggregation-mode", "prefill"), "127.0.0.1:8998"),
+        (("--disaggregation-mode", "prefill", "--host", "10.0.0.4"), "10.0.0.4:8998"),
+        (("--disaggregation-mode", "prefill", "--host", "0.0.0.0"), f"{socket.gethostname()}:8998"),
+        (("--disaggregation-mode", "decode"), ""),
+    ],
+)
+def test_half_of_a_pair_in_the_worker(config: EngineConfig, words: tuple[str, ...], bootstrap: str) -> None:
+    async def scenario(bench: Bench, _: Engine) -> None:
+        assert (bench.info.role, bench.info.paired, bench.info.bootstrap) == (words[1], True, bootstrap)
+        bench.engine.submit([bench.request(prompt_of(20))])
+        await eventually(lambda: bench.recorder.ended(1), "it is answered")
+        assert bench.recorder.error(1).code == ("unavailable" if words[1] == "prefill" else "handoff_failed")
+
+    play(msgspec.structs.replace(config, engine_args=words), scenario)
 
 
 def test_without_prefix_caching_there_are_no_events(config: EngineConfig) -> None:

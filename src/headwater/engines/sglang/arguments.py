@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.config.schema import EngineConfig
+from headwater.engines.base import ALONE, Placement
 from headwater.errors import ConfigError
 
 _DEFAULTS = EngineConfig()
@@ -38,7 +39,9 @@ class SglangArguments:
     """Whether the operator said where KV events are published."""
 
 
-def sglang_arguments(config: EngineConfig, model: str, events_folder: Path) -> SglangArguments:
+def sglang_arguments(
+    config: EngineConfig, model: str, events_folder: Path, placement: Placement = ALONE
+) -> SglangArguments:
     """Raises `ConfigError` with what SGLang says about its flags."""
     from sglang.srt.server_args import ServerArgs
 
@@ -49,7 +52,16 @@ def sglang_arguments(config: EngineConfig, model: str, events_folder: Path) -> S
         words += ["--kv-events-config", _events_config(events_folder)]
     parser = _Parser(prog="headwater serve --engine sglang", add_help=False)
     ServerArgs.add_cli_args(parser)
-    return SglangArguments(ServerArgs.from_cli_args(parser.parse_args(words)), events_given)
+    parsed = parser.parse_args(words)
+    _settle(parsed, given, placement)
+    return SglangArguments(ServerArgs.from_cli_args(parsed), events_given)
+
+
+def _settle(parsed: argparse.Namespace, given: set[str], placement: Placement) -> None:
+    """Engines of one host have GPUs and a port for the other half of a pair each of their own."""
+    if "--base-gpu-id" not in given:
+        parsed.base_gpu_id = placement.index * parsed.tp_size * parsed.pp_size
+    parsed.disaggregation_bootstrap_port += placement.index
 
 
 def _own_words(config: EngineConfig, given: set[str]) -> list[str]:

@@ -43,6 +43,7 @@ class SglangEngine(ExternalEngine):
 
     def __init__(self, config: EngineConfig, placement: Placement = ALONE) -> None:
         super().__init__(config)
+        self._placement = placement
         self._host: SglangHost | None = None
         self._settings = SglangSettings()
         self._readers: dict[int, SglangReader] = {}
@@ -59,7 +60,7 @@ class SglangEngine(ExternalEngine):
         check_installed()
         texts, model = await asyncio.to_thread(texts_and_weights, self.config, "sglang", progress)
         self._folder = Path(tempfile.mkdtemp(prefix="headwater-sglang-"))
-        arguments = await asyncio.to_thread(sglang_arguments, self.config, model, self._folder)
+        arguments = await asyncio.to_thread(sglang_arguments, self.config, model, self._folder, self._placement)
         self._host = SglangHost(self._on_news, self._on_loads, self.fail)
         pulse = asyncio.create_task(_pulse(progress))
         try:
