@@ -2,6 +2,7 @@
 
     python bench/routing.py cells  TRACE[:ROWS] ... [--workers 4 8 64] [--policy ...]
     python bench/routing.py robust TRACE[:ROWS] ...
+    python bench/routing.py ablation TRACE[:ROWS] ... [--without even_crowd successors ...]
     python bench/routing.py capacity TRACE[:ROWS]
     python bench/routing.py scaling [--workers 8 64 1000]
     python bench/routing.py mixes
@@ -18,14 +19,16 @@ import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 
 import msgspec
 
 from headwater.cli.simulate import execute
+from headwater.router.delay import Delay
 from headwater.router.policies import BUILTIN
+from headwater.router.price import END_TO_END, Profile
 from headwater.sim.cluster import SimConfig
 from headwater.sim.conditions import Conditions
 from headwater.sim.mixes import MIXES, Mix
@@ -100,9 +103,11 @@ class Job:
     run: SimRun
     mode: str
     label: str
+    weights: Profile | None = None
+    """Others than those of the policy."""
 
     def execute(self) -> Outcome:
-        report, curves = execute(self.run)
+        report, curves = execute(self.run) if self.weights is None else self.run.execute(Delay(weights=self.weights))
         return msgspec.structs.replace(report, mode=self.mode, policy=self.label), curves
 
 
@@ -132,6 +137,20 @@ def cells(args: argparse.Namespace) -> Iterator[Job]:
                     continue
                 for policy in args.policy or POLICIES:
                     yield Job(SimRun(load, config, DynamoPolynomial(), Routing.parse(policy)), mode, policy)
+
+
+def ablation(args: argparse.Namespace) -> Iterator[Job]:
+    """What each part of the price is worth: without it."""
+    parts = args.without or [field.name for field in fields(Profile) if field.name != "home_ms"]
+    for load in map(load_of, args.traces):
+        for workers in args.workers or (8,):
+            for mode, config in modes_of(load, workers):
+                if args.mode and mode not in args.mode:
+                    continue
+                run = SimRun(load, config, DynamoPolynomial(), Routing(OURS))
+                yield Job(run, mode, OURS)
+                for part in parts:
+                    yield Job(run, mode, f"- {part}", replace(END_TO_END, **{part: 0.0}))
 
 
 def robust(args: argparse.Namespace) -> Iterator[Job]:
@@ -327,6 +346,7 @@ def verdict(met: bool, said: str) -> None:
 
 SECTIONS = {
     "cells": cells,
+    "ablation": ablation,
     "robust": robust,
     "mixes": mixes,
     "scaling": scaling,
@@ -355,6 +375,7 @@ def main() -> None:
     parser.add_argument("traces", nargs="*")
     parser.add_argument("--workers", type=int, nargs="*")
     parser.add_argument("--policy", nargs="*")
+    parser.add_argument("--without", nargs="*", help="parts of the price, for ablation")
     parser.add_argument("--mode", nargs="*", help="only these loads of traces: x1, x2, x3, x4, closed16")
     parser.add_argument("--rows", type=int, default=3000, help="of each mix")
     parser.add_argument("--seed", type=int, default=0, help="of mixes")

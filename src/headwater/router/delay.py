@@ -21,14 +21,15 @@ _LEAST_SPREAD = 0.02
 
 
 class Delay:
-    """`decode_share`: how much the time after the first token matters, from 0 (first token only) to 1 (end to end)."""
+    """`decode_share`: how much the time after the first token matters, from 0 (first token only) to 1 (end to end).
+    `weights`: others than those that follow from it, for studies."""
 
     name: ClassVar[str] = "delay"
     uses_residency: ClassVar[bool] = True
 
-    def __init__(self, decode_share: float = 1.0) -> None:
+    def __init__(self, decode_share: float = 1.0, weights: Profile | None = None) -> None:
         self._decode_share = decode_share
-        self._weights: Profile = profile(decode_share)
+        self._weights = weights or profile(decode_share)
 
     @classmethod
     def configured(cls, settings: PolicySettings) -> Self:
