@@ -6,7 +6,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from headwater.errors import HandoffFailed, HeadwaterError, InvalidRequest, Overloaded, WorkerLost
+from headwater.errors import (
+    ContextTooLong,
+    EngineFailed,
+    HandoffFailed,
+    HeadwaterError,
+    InvalidRequest,
+    Overloaded,
+    WorkerLost,
+)
 from headwater.handoff import paired
 from headwater.handoff.paired import PairedSide
 from headwater.protocol.frames import ReleaseBlocks, StepFrame, Submit
@@ -107,6 +115,27 @@ def test_a_prefill_that_fails_ends_the_other_half() -> None:
             await play.there.listener.close()
             await eventually(lambda: 2 in play.failed, "a broken connection too", 5.0)
             assert play.side.failed == 2
+
+    run_leak_checked(check())
+
+
+def test_a_request_at_fault_is_not_begun_again() -> None:
+    async def check() -> None:
+        async with stage() as play:
+            for stream, error in enumerate(
+                (InvalidRequest("no grammar", param="regex"), ContextTooLong("too long")), 1
+            ):
+                await play.submit(stream)
+                play.say(SequenceOutput.failed(stream, error))
+                await eventually(lambda n=stream: n in play.failed, "it is told")  # type: ignore[misc]
+                assert type(play.failed[stream]) is type(error)
+                assert str(error) == str(play.failed[stream])
+            assert isinstance(play.failed[1], InvalidRequest)
+            assert play.failed[1].param == "regex"
+            await play.submit(3)
+            play.say(SequenceOutput.failed(3, EngineFailed("broken")))
+            await eventually(lambda: 3 in play.failed, "it is told")
+            assert isinstance(play.failed[3], HandoffFailed), "another worker may make more of it"
 
     run_leak_checked(check())
 

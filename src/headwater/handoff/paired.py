@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from headwater.errors import HandoffFailed, HeadwaterError
+from headwater.errors import ContextTooLong, HandoffFailed, HeadwaterError, InvalidRequest
 from headwater.handoff.peers import OpenLink, PrefillPeers
 from headwater.protocol.frames import BlocksReady, PrefillWaits
 from headwater.protocol.request import EngineRequest, ErrorInfo, Pairing, RemotePrefill, SequenceOutput
@@ -29,6 +29,8 @@ _PATIENCE_FACTOR = 10.0
 """Of what was expected until the first token."""
 
 _MAX_PORT = 65535
+_FIRST_OF_SERVERS = 500
+"""Statuses from here on are no fault of the client's."""
 
 Submit = Callable[[Sequence[EngineRequest]], None]
 Fail = Callable[[int, HeadwaterError], None]
@@ -110,7 +112,7 @@ class PairedSide:
 
     def on_output(self, output: SequenceOutput) -> None:
         if output.error is not None:
-            self._lost(output.stream, f"{output.error.code}: {output.error.message}")
+            self._refused(output.stream, output.error)
         elif output.finish_reason is not None:
             self._begun.discard(output.stream)
             self._peers.release(output.stream)
@@ -125,6 +127,17 @@ class PairedSide:
 
     def _late(self, stream: int, patience_s: float) -> None:
         self._lost(stream, f"no first token within {patience_s:.0f} s")
+
+    def _refused(self, stream: int, error: ErrorInfo) -> None:
+        """A request at fault is at fault everywhere; of anything else another prefill worker may make more."""
+        if error.http_status >= _FIRST_OF_SERVERS or error.retryable:
+            self._lost(stream, f"{error.code}: {error.message}")
+            return
+        waited = stream in self._open
+        self._end(stream)
+        if waited:
+            kind = ContextTooLong if error.code == ContextTooLong.code else InvalidRequest
+            self._fail(stream, kind(error.message, param=error.param))
 
     def _lost(self, stream: int, reason: str) -> None:
         """The prefill worker has failed it; that matters only while no token is there."""
