@@ -1,7 +1,6 @@
-"""Metadata at scale, and caps under overload.
+"""Metadata at scale, and what tenants learn of each other.
 
     python bench/kv_scale.py --blocks 10000000          # look-ups and stores per second, bytes per block
-    python bench/kv_scale.py --overload 60              # seconds of writing ten times what the tiers hold
     python bench/kv_scale.py --tenants 2000             # can one tenant tell by the time what another has asked?
 
 The first keeps the table of a tier with so many blocks in memory, without payloads: 4 KiB each are only reckoned with.
@@ -20,7 +19,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from headwater.clock import RealClock
-from headwater.kv.admission import SecondUse
 from headwater.kv.block import ROOT, Block
 from headwater.kv.identity import chain_block_ids, namespace
 from headwater.kv.lifecycle import Ledger, Rules
@@ -31,11 +29,10 @@ from headwater.kv.node.store import NodeStore, Piece
 from headwater.kv.policies import make_policy
 from headwater.kv.shares import Shares
 from headwater.kv.space import Space, chunk_bytes_for
-from headwater.kv.stores.disk import DiskOptions, DiskTier
 from headwater.kv.stores.host import HostTier
 from headwater.kv.stores.ledgered import TierOptions
 from headwater.kv.table import RECORD_BYTES, BlockTable, index_bytes
-from kv_fixtures import chain, family_of, payload_of
+from kv_fixtures import family_of
 
 BATCH = 128
 
@@ -84,69 +81,6 @@ def metadata(num_blocks: int) -> None:
     print(f"missed at the first of 32 keys in {miss_s / len(misses) * 1e6:.1f} us")
 
 
-async def overload(seconds: float) -> None:
-    """Four clients write and read chains of ten times what host and disk tier hold, from three tenants."""
-    size = 64 << 10
-    host_bytes, disk_bytes = 64 << 20, 128 << 20
-    with tempfile.TemporaryDirectory(prefix="kv-scale-") as name:
-        folder, clock = Path(name), RealClock()
-        host = HostTier(TierOptions(host_bytes), clock)
-        disk = DiskTier(DiskOptions(folder / "tier", TierOptions(disk_bytes)), clock)
-        store = NodeStore(host, [disk], {"disk": SecondUse()}, NodePrices(), clock)
-        server = Server(store, folder / "kv.sock", clock)
-        store.start()
-        server.start()
-        until = time.monotonic() + seconds
-        num_chains = 10 * (host_bytes + disk_bytes) // (size * 32)
-        memory_at: list[int] = []
-        most_disk = most_host = requests = 0
-
-        async def work(number: int) -> None:
-            nonlocal requests
-            client = StoreClient(folder / "kv.sock", f"worker {number}")
-            await client.start(patience_s=5.0)
-            draw = random.Random(number)
-            into = [memoryview(bytearray(size)) for _ in range(32)]
-            while time.monotonic() < until:
-                pick = draw.randrange(num_chains) if draw.random() < 0.7 else draw.randrange(8)
-                ids = chain(f"chain {pick}", 32)
-                run = Piece(family_of(size, f"tenant {pick % 3}"), b"".join(ids), 0, ROOT)
-                arrived = await client.load(run, into, timeout_s=1.0)
-                for at in range(arrived):
-                    assert into[at] == payload_of(ids[at], size), "the wrong bytes were served"
-                await client.offer(run, [memoryview(payload_of(block_id, size)) for block_id in ids])
-                requests += 1
-            await client.close()
-
-        async def watch() -> None:
-            nonlocal most_disk, most_host
-            while time.monotonic() < until:
-                most_host = max(most_host, host.usage().used_bytes)
-                most_disk = max(most_disk, sum(p.stat().st_blocks * 512 for p in (folder / "tier").iterdir()))
-                memory_at.append(resident_bytes())
-                await asyncio.sleep(0.5)
-
-        await asyncio.gather(watch(), *(work(number) for number in range(4)))
-        settled = memory_at[len(memory_at) // 3]
-        print(
-            f"{seconds:.0f} s, {requests} requests, {num_chains * 32 * size / (host_bytes + disk_bytes):.1f}x overload"
-        )
-        print(f"host: most {most_host} of {host_bytes} bytes; disk: most {most_disk} of {disk_bytes} bytes on the disk")
-        print(f"memory of the process: {settled >> 20} MiB after a third of the time, {memory_at[-1] >> 20} at the end")
-        for tier in (host, disk):
-            usage = tier.usage()
-            print(
-                f"{tier.tier}: {usage.num_stored} stored, {usage.num_evicted} evicted, {usage.num_hits} hits, "
-                f"{usage.num_misses} misses, {usage.num_damaged} damaged"
-            )
-        await server.close()
-        host.ledger.check()
-        disk.ledger.check()
-        await store.close()
-        assert most_host <= host_bytes
-        assert most_disk <= disk_bytes
-
-
 async def tenants(num_rounds: int) -> None:
     """Tenant B asks for prompts that tenant A has stored, and for prompts that nobody has, in turns."""
     size, tokens = 64 << 10, 16 * 64
@@ -190,14 +124,11 @@ async def tenants(num_rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=0)
-    parser.add_argument("--overload", type=float, default=0.0)
     parser.add_argument("--tenants", type=int, default=0)
     args = parser.parse_args()
     os.nice(5)
     if args.blocks:
         metadata(args.blocks)
-    if args.overload:
-        asyncio.run(overload(args.overload))
     if args.tenants:
         asyncio.run(tenants(args.tenants))
 
