@@ -16,6 +16,9 @@ from typing import Any
 import msgspec
 
 from headwater.clock import VirtualClock
+from headwater.engines.attached.dialects.sglang import SglangDialect
+from headwater.engines.kv_feed.translate import FeedTranslator
+from headwater.engines.kv_feed.wire import decode_batch
 from headwater.errors import HeadwaterError, ProtocolError
 from headwater.frontend.http.head import BadHead
 from headwater.frontend.http.limits import HttpLimits
@@ -86,6 +89,18 @@ def events(data: bytes) -> None:
             decode(data)
         except msgspec.DecodeError:
             continue
+
+
+def foreign_events(data: bytes) -> None:
+    """Of an engine that is not ours, as far as they get here."""
+    FeedTranslator("fp", "layout", 4).apply(decode_batch(data))
+
+
+def sglang_answer(data: bytes) -> None:
+    request = EngineRequest(1, "r", "m", bytes(4), SamplingParams(logprobs=1, ignore_eos=True, stop_token_ids=[9]))
+    reader = SglangDialect().reader(request)
+    for event in data.split(b"\n"):
+        reader.read(event)
 
 
 def transfer_messages(data: bytes) -> None:
@@ -261,6 +276,41 @@ TARGETS: dict[str, FuzzTarget] = {
             b"\x40POST /v1/x?a=b HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\n\r\nabcGET / HTTP/1.0\r\n\r\n",
             b"\x07POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nt: 1\r\n\r\n",
             b"\x01GET http://a/x HTTP/1.1\r\nHost: a\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n",
+        ],
+    ),
+    "foreign_events": FuzzTarget(
+        foreign_events,
+        [
+            msgspec.msgpack.encode(
+                [
+                    1.5,
+                    [
+                        {
+                            "type": "BlockStored",
+                            "block_hashes": [-7, 8],
+                            "parent_block_hash": None,
+                            "token_ids": [*range(8)],
+                            "block_size": 4,
+                            "medium": "GPU",
+                            "cache_salt": "hw:00",
+                            "lora_name": "tuned",
+                        },
+                        ["BlockStored", [9], 8, [1, 2, 3, 4], 4, None],
+                        {"type": "BlockRemoved", "block_hashes": [8]},
+                        ["AllBlocksCleared"],
+                    ],
+                    0,
+                ]
+            )
+        ],
+    ),
+    "sglang_answer": FuzzTarget(
+        sglang_answer,
+        [
+            b'{"output_ids":[5],"meta_info":{"output_token_logprobs":[[-0.1,5,null]],"cached_tokens":3}}\n'
+            b'{"output_ids":[5,9],"meta_info":{"finish_reason":{"type":"stop","matched":9},'
+            b'"output_token_logprobs":[[-0.1,5,null],[null,9,"x"]],"output_top_logprobs":[[[-0.1,5,null]],null]}}\n[DONE]',
+            b'{"error":{"message":"no","code":400}}',
         ],
     ),
     "chat_body": FuzzTarget(chat_body, [json.dumps(_CHAT).encode()]),

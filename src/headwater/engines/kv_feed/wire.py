@@ -94,7 +94,7 @@ def decode_batch(payload: bytes) -> ForeignBatch:
         rank = rest[0] if rest and isinstance(rest[0], int) else 0
         decoded = [event for item in events if (event := _event(item)) is not None]
         return ForeignBatch(float(timestamp), decoded, rank)
-    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise ProtocolError(f"a batch of KV events cannot be read: {error!r}") from error
 
 
@@ -121,17 +121,21 @@ def _stored(fields: Mapping[str, Any]) -> ForeignStored | None:
         raise ValueError(f"{len(token_ids)} token ids for {len(hashes)} blocks of {block_size}")
     if not _fit(token_ids):
         return None
-    extra_keys = fields.get("extra_keys")
+    parent, adapter, extra_keys = fields["parent_block_hash"], fields.get("lora_name"), fields.get("extra_keys")
+    if not isinstance(parent, int | bytes | None) or not isinstance(adapter, str | None):
+        raise ValueError("a parent must be a number, bytes or none, and an adapter a name")
+    if not all(isinstance(keys, list | None) for keys in extra_keys or ()):
+        raise ValueError("extra keys must be lists")
     salt = fields.get("cache_salt")
     if extra_keys is None and salt:
         extra_keys = [[salt]]
     return ForeignStored(
         hashes=hashes,
-        parent=fields["parent_block_hash"],
+        parent=parent,
         token_ids=token_ids,
         block_size=block_size,
         tier=_tier(fields),
-        adapter=fields.get("lora_name"),
+        adapter=adapter,
         extra_keys=extra_keys or (),
         group=fields.get("group_idx") or 0,
     )

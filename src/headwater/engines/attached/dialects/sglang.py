@@ -111,7 +111,7 @@ class StreamReader:
             return None
         try:
             chunk = self._decode(event)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise WorkerLost(f"the attached server sent what is no answer: {error}") from error
         known = self._answer.num_retractions
         output = self._answer.read(chunk)
