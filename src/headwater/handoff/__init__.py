@@ -14,4 +14,7 @@ no longer who it was, can damage nothing. What it reads is kept for it by the pr
 from before the request was sent, so the reader's count ends first.
 
 Whatever fails, the decode worker keeps what has arrived and computes the rest itself.
+
+Engines that move KV by themselves have ways of their own: `tickets` that a prefill ends with and the decode takes along,
+or requests that both engines of a pair get at once (`paired`).
 """
