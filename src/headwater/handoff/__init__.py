@@ -15,6 +15,6 @@ from before the request was sent, so the reader's count ends first.
 
 Whatever fails, the decode worker keeps what has arrived and computes the rest itself.
 
-Engines that move KV by themselves have ways of their own: `tickets` that a prefill ends with and the decode takes along,
-or requests that both engines of a pair get at once (`paired`).
+Engines that move KV by themselves have ways of their own: `tickets` that a prefill ends with and the decode takes
+along, or requests that both engines of a pair get at once (`paired`).
 """
