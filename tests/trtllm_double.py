@@ -127,6 +127,7 @@ class TrtllmDouble:
         """Of these alone (`context_only`, `generation_only`); None: of all."""
         self.keeps_the_end = False
         self.tokenizes = True
+        self.version = "1.4.0"
         self.token_offset = 0
         """Added to every number of tokens that it tells of a text."""
         self.fields: tuple[str, ...] = CompletionRequest.__struct_fields__
@@ -180,7 +181,7 @@ class TrtllmDouble:
         return web.Response()
 
     async def _version(self, _: web.Request) -> web.Response:
-        return _json({"version": "1.4.0"})
+        return _json({"version": self.version})
 
     async def _models(self, _: web.Request) -> web.Response:
         entry = {"id": MODEL, "object": "model", "created": 1, "owned_by": "tensorrt_llm"}

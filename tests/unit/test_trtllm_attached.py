@@ -256,6 +256,20 @@ def test_its_sizes_are_its_own_unless_the_operator_says_otherwise(play: Callable
     play(scenario)
 
 
+@pytest.mark.parametrize(("version", "warned"), [("1.4.0rc4", False), ("1.1.0", True), ("", True)])
+def test_a_release_that_it_was_not_written_for_is_attached_with_a_warning(
+    version: str, warned: bool, play: Callable[[Scenario], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.double.version = version
+        async with stage.attached() as bench:
+            await bench.run(bench.request(prompt_of(20)))
+
+    with caplog.at_level(logging.WARNING):
+        play(scenario)
+    assert ("written for 1.3 and later" in caplog.text) is warned
+
+
 # ---- adapters
 
 

@@ -11,11 +11,20 @@ from headwater.errors import InvalidRequest
 from headwater.protocol.request import EngineRequest, StructuredSpec
 from headwater.types import TOKEN_ID_BYTES
 
+WRITTEN_FOR = "1.3 and later, before 1.5"
+_OLDEST, _TOO_NEW = (1, 3), (1, 5)
 DEFAULT_BLOCK_SIZE = 32
 """`tokens_per_block` where nobody said otherwise."""
 DEFAULT_PRIORITY = 0.5
 _MAX_SEED = 2**63 - 1
 _META = re.compile(r"[.^$*+?{}\[\]\\|()/]")
+
+
+def is_known(version: str) -> bool:
+    """Whether this was written for that release."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    release = tuple(int(number) for number in numbers.groups()) if numbers is not None else ()
+    return _OLDEST <= release < _TOO_NEW
 
 
 def priority_of(priority: int) -> float:

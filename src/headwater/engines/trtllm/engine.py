@@ -61,7 +61,7 @@ class TrtllmEngine(ExternalEngine):
         self._llm: Any = None
         self._results: dict[int, tuple[Any, asyncio.Task[None]]] = {}
         """TensorRT-LLM's handle of a sequence, and who reads it."""
-        self._gathered = Gathered(self.deliver)
+        self._gathered = Gathered(self.deliver, lambda: self.num_generating)
         self._progress = PrefillProgress()
         self._stats: Mapping[str, Any] = {}
         self._paused_requests = 0

@@ -1,15 +1,13 @@
 """The TensorRT-LLM that is installed: imported when an engine starts, and refused when this was not written for it."""
 
 import inspect
-import re
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from headwater.engines.trtllm_words import WRITTEN_FOR, is_known
 from headwater.errors import ConfigError
 
-OLDEST = (1, 3)
-TOO_NEW = (1, 5)
 _HINT = "pip install 'headwater[trtllm]', or attach a running trtllm-serve: --attach URL"
 
 
@@ -55,11 +53,7 @@ def load_installed() -> Installed:
 
 
 def _check(found: str) -> None:
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    release = tuple(int(number) for number in numbers.groups()) if numbers is not None else ()
-    if not OLDEST <= release < TOO_NEW:
-        oldest, newest = ".".join(map(str, OLDEST)), ".".join(map(str, TOO_NEW))
+    if not is_known(found):
         raise ConfigError(
-            f"TensorRT-LLM {found} is installed: --engine trtllm is written for {oldest} and later, before {newest}",
-            hint=_HINT,
+            f"TensorRT-LLM {found} is installed: --engine trtllm is written for {WRITTEN_FOR}", hint=_HINT
         )

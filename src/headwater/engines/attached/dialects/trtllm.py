@@ -8,6 +8,7 @@ its contents from whoever else wants them.
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -19,9 +20,11 @@ from headwater.engines.attached.prometheus import sums
 from headwater.engines.texts import ModelTexts
 from headwater.engines.trtllm_words import (
     DEFAULT_BLOCK_SIZE,
+    WRITTEN_FOR,
     adapter_number,
     choice_regex,
     generation_only,
+    is_known,
     num_resumed,
     priority_of,
     schema_of,
@@ -30,6 +33,8 @@ from headwater.engines.trtllm_words import (
 )
 from headwater.errors import EngineFailed, InvalidRequest, ModelNotFound, WorkerLost
 from headwater.protocol.request import EngineRequest, SequenceOutput, StructuredSpec, TokenLogprobs
+
+_log = logging.getLogger(__name__)
 
 COMPLETIONS = "/v1/completions"
 _EVENTS = "/kv_cache_events"
@@ -63,6 +68,9 @@ class TrtllmDialect:
         names = [str(entry["id"]) for entry in entries if entry.get("owned_by") == "tensorrt_llm"]
         if version is None or not names:
             raise EngineFailed("this server is not TensorRT-LLM")
+        release = str(version.get("version", ""))
+        if not is_known(release):
+            _log.warning("%s is TensorRT-LLM %s: written for %s", server.address.url, release, WRITTEN_FOR)
         self._fields = _known_fields(await server.find("/openapi.json"))
         info = await server.find("/server_info")
         info = info if isinstance(info, dict) else {}
@@ -72,7 +80,7 @@ class TrtllmDialect:
             model=names[0],
             aliases=names[1:],
             adapters=list(self._adapters),
-            version=str(version.get("version", "")),
+            version=release,
             block_size=int(block_size or DEFAULT_BLOCK_SIZE),
             kv_blocks=int(metrics.get("trtllm_kv_cache_max_blocks", 0)),
             max_num_seqs=info.get("max_batch_size"),
