@@ -44,8 +44,7 @@ _NOT_IN_1_4 = frozenset(("cache_salt",))
 _HINTS = frozenset(("priority", "stream_options", "include_stop_str_in_output"))
 """Left out where the server does not know them."""
 _WHY = {
-    "cache_salt": "it keeps nobody's cache apart for prompts that are token ids; run it with --engine trtllm, or let "
-    "tenants share a cache",
+    "cache_salt": "it keeps nobody's cache apart for prompts that are token ids; --engine trtllm does",
 }
 
 
