@@ -296,6 +296,7 @@ def test_what_did_not_come_is_computed(connector: ModuleType) -> None:
         copied(prefill, reader.readable[:6], decode, loader.started[2].blocks[:6])
         decode.port.arrived(2, 6)
         decode.port.loaded(2, 6, cached=False)
+        assert decode.staging.num_free == NUM_SLOTS - 6
         decode.serve()
         assert decode.outputs[2].token_ids == [expected]
         assert decode.computed == 40 - 6 * BLOCK

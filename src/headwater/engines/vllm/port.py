@@ -316,11 +316,14 @@ class StagingPort:
             self._drop_load(stream)
             return
         load.handed_over = True
-        num_tokens = min(load.num_arrived * self._size, len(load.tokens))
-        params = LoadParams(load.first_block, num_tokens, load.slots).request_params()
+        num_filled = max(0, load.num_arrived - load.first_block)
+        self._staging.give_back(load.slots[num_filled:])
+        del load.slots[num_filled:]
+        num_tokens = min((load.first_block + num_filled) * self._size, len(load.tokens))
+        params = LoadParams(load.first_block, num_tokens, list(load.slots)).request_params()
         load.stream.request.expected_cached_tokens = num_tokens
         try:
-            self._owner.hand_over(load.stream, load.tokens, params if load.num_arrived > load.first_block else None)
+            self._owner.hand_over(load.stream, load.tokens, params if num_filled else None)
         except HeadwaterError as error:
             self._drop_load(stream)
             self._owner.end(stream, error)
