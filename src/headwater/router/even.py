@@ -12,6 +12,9 @@ Known of our own sequences; those of other frontends count for one each.
 from collections.abc import Sequence
 from typing import Protocol
 
+_LEAST_MS = 1.0
+"""All of them together have waited for less: that is nothing to divide by."""
+
 
 class Waiting(Protocol):
     """`WorkerView` is one."""
@@ -34,7 +37,7 @@ def unevenness(workers: Sequence[Waiting], share: float) -> list[float] | None:
         return None
     held_up_ms = [worker.held_up_ms for worker in workers]
     total_ms = sum(held_up_ms)
-    if total_ms <= 0.0:
+    if total_ms < _LEAST_MS:
         return None
     decoding = [worker.num_decoding for worker in workers]
     per_ms = sum(decoding) / total_ms

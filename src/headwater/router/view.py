@@ -62,6 +62,8 @@ class WorkerView:
     """Time of the prefills that have ended there, ..."""
     began_ms: float = 0.0
     """... and its sum over the sequences that decode, at their first tokens."""
+    held_up_ms: float = 0.0
+    """Hence the prefill time that these have waited for, summed."""
     foreign: Foreign | None = None
     """What other frontends have there, as of its last report."""
     foreign_tokens: int = 0
@@ -103,11 +105,6 @@ class WorkerView:
         return self.booked_sequences - self.num_prefilling
 
     @property
-    def held_up_ms(self) -> float:
-        """Prefill time that the sequences which decode have waited for, summed."""
-        return self.num_decoding * self.prefilled_ms - self.began_ms
-
-    @property
     def usable(self) -> bool:
         """Whether it can be given work of its role."""
         return self.connected and self.instance.state == "ready"
@@ -125,6 +122,7 @@ class WorkerView:
 
     def refresh(self) -> None:
         self.occupied = None
+        self.held_up_ms = (self.booked_sequences - self.num_prefilling) * self.prefilled_ms - self.began_ms
         self.load_tokens = self.booked_prefill_tokens + self.booked_output_tokens + self.foreign_tokens
 
 
