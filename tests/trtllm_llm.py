@@ -294,6 +294,8 @@ class LLM:
             raise TypeError("The inputs must be type str or list of int")
         if not 0 <= priority <= 1:
             raise ValueError(f"priority {priority} is not between 0 and 1")
+        if disaggregated_params is not None and "cache_transceiver_config" not in vars(self.args):
+            raise ValueError("disaggregated_params needs a cache_transceiver_config")
         params = sampling_params or SamplingParams()
         options = {"lora_request": lora_request, "disaggregated_params": disaggregated_params}
         options |= {"cache_salt": cache_salt, "priority": priority}

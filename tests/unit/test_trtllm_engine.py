@@ -403,6 +403,16 @@ def test_kv_that_is_gone_is_computed_again(play: Callable[[Scenario], None]) -> 
     play(scenario)
 
 
+def test_an_engine_that_takes_no_tickets_computes_the_prompt(play: Callable[[Scenario], None]) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with stage.engine(*TRANSCEIVER) as one, stage.engine() as two:
+            (expected,) = await one.run(one.request(prompt_of(90, 1), 20))
+            found = await ticket(one, prompt_of(90, 1))
+            assert await two.run(two.request(prompt_of(90, 1), 20, ticket=found)) == [expected]
+
+    play(scenario)
+
+
 def test_kv_that_does_not_come_is_computed_here_in_time(
     play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

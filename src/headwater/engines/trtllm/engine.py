@@ -135,22 +135,27 @@ class TrtllmEngine(ExternalEngine):
     # ---- work
 
     def send(self, stream: OpenStream, tokens: "array[int]") -> None:
-        request, prompt = stream.request, tokens.tolist()
-        number = request.stream
-        work: Callable[[], Coroutine[Any, Any, None]]
-        if request.export is not None:
-            result = self._generate(request, prompt, self._handing_over().context_only(request))
-            work = partial(self._read_prefill, number, result)
-        elif request.ticket:
-            result = self._generate(request, prompt, self._handing_over().generation_only(request.ticket))
-            work = partial(self._read_with_ticket, request, prompt, result)
-        else:
-            result = self._generate(request, prompt, None)
-            work = partial(self._read, request, result)
+        number = stream.request.stream
+        result, work = self._begin(stream.request, tokens.tolist())
         task = asyncio.get_running_loop().create_task(self._until_told(number, work))
         self._results[number] = (result, task)
         if self._draining_events is not None:
             self._draining_events.wake()
+
+    def _begin(self, request: EngineRequest, prompt: list[int]) -> tuple[Any, Callable[[], Coroutine[Any, Any, None]]]:
+        """TensorRT-LLM's handle, and what reads it. Raises `HeadwaterError`."""
+        if request.export is not None:
+            result = self._generate(request, prompt, self._handing_over().context_only(request))
+            return result, partial(self._read_prefill, request.stream, result)
+        if request.ticket:
+            params = self._handing_over().generation_only(request.ticket)
+            try:
+                result = self._generate(request, prompt, params)
+                return result, partial(self._read_with_ticket, request, prompt, result)
+            except InvalidRequest as error:
+                _log.warning("prefilling here: a ticket is not taken: %s", error)
+        result = self._generate(request, prompt, None)
+        return result, partial(self._read, request, result)
 
     def _generate(self, request: EngineRequest, prompt: list[int], disaggregated: Any) -> Any:
         """Raises `HeadwaterError` when it is refused."""
