@@ -4,8 +4,10 @@ import msgspec
 import pytest
 
 from headwater.errors import ConfigError
+from headwater.frontend.prefills import Prefills
 from headwater.perf.model import StepModel, StepShape
 from headwater.protocol.cluster import Instance
+from headwater.protocol.request import EngineRequest, SamplingParams
 from headwater.router.disagg import DisaggSettings, PrefillChoice, choose_prefill
 from headwater.router.request import RouteRequest
 from headwater.router.view import ClusterView, WorkerView, time_class
@@ -124,6 +126,18 @@ def test_a_choice_can_be_shown() -> None:
     shown = choose(view, decoder, 2000).describe()
     assert shown["remote"] is True
     assert msgspec.json.decode(msgspec.json.encode(shown)) == shown
+
+
+def test_a_request_says_what_its_prompt_would_cost_where_it_decodes() -> None:
+    view, (decoder,) = cluster("decode", "prefill")
+    prefills, asked = Prefills(view, DisaggSettings()), RouteRequest(MODEL, 2000, 100)
+    choice = prefills.choose(asked, decoder)
+    assert choice is not None
+    request = EngineRequest(1, "r", MODEL, b"", SamplingParams())
+    prefills.name(choice, [request])
+    assert request.prefill is not None
+    assert request.prefill.here_ms == choice.options[0].total_ms > 0
+    assert request.prefill.expected_ms == choice.chosen.own_ms + choice.chosen.handoff_ms
 
 
 def test_unknown_modes_are_refused() -> None:
