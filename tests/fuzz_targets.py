@@ -17,8 +17,10 @@ import msgspec
 
 from headwater.clock import VirtualClock
 from headwater.engines.attached.dialects.sglang import SglangDialect
+from headwater.engines.attached.dialects.trtllm import TrtllmReader, Words
+from headwater.engines.kv_feed.drained import DrainedEvents
 from headwater.engines.kv_feed.translate import FeedTranslator
-from headwater.engines.kv_feed.wire import decode_batch
+from headwater.engines.kv_feed.wire import ForeignBatch, decode_batch
 from headwater.errors import HeadwaterError, ProtocolError
 from headwater.frontend.http.head import BadHead
 from headwater.frontend.http.limits import HttpLimits
@@ -99,6 +101,31 @@ def foreign_events(data: bytes) -> None:
 def sglang_answer(data: bytes) -> None:
     request = EngineRequest(1, "r", "m", bytes(4), SamplingParams(logprobs=1, ignore_eos=True, stop_token_ids=[9]))
     reader = SglangDialect().reader(request)
+    for event in data.split(b"\n"):
+        reader.read(event)
+
+
+class _Translated:
+    """A `FeedSink`."""
+
+    def __init__(self) -> None:
+        self._translator = FeedTranslator("fp", "layout", 4)
+
+    def on_batch(self, batch: ForeignBatch) -> None:
+        self._translator.apply(batch)
+
+    def on_lost(self, reason: str) -> None:
+        self._translator.clear()
+
+
+def drained_events(data: bytes) -> None:
+    """Of TensorRT-LLM: what cannot be read is lost, and nothing is raised."""
+    documents = msgspec.json.decode(data)
+    DrainedEvents(_Translated(), 4).take(documents if isinstance(documents, list) else [documents])
+
+
+def trtllm_answer(data: bytes) -> None:
+    reader = TrtllmReader(1, 1, Words({"a": 1}, frozenset([2])))
     for event in data.split(b"\n"):
         reader.read(event)
 
@@ -302,6 +329,43 @@ TARGETS: dict[str, FuzzTarget] = {
                     0,
                 ]
             )
+        ],
+    ),
+    "drained_events": FuzzTarget(
+        drained_events,
+        [
+            json.dumps(
+                [
+                    {"event_id": 0, "data": {"type": "created", "num_blocks_per_cache_level": [4]}, "window_size": 64},
+                    {
+                        "event_id": 1,
+                        "data": {
+                            "type": "stored",
+                            "parent_hash": None,
+                            "blocks": [
+                                {
+                                    "block_hash": 7,
+                                    "tokens": [{"token_id": token, "token_extra_id": 0} for token in range(4)],
+                                    "cache_level": 0,
+                                    "cache_salt": "s",
+                                }
+                            ],
+                        },
+                        "window_size": 64,
+                    },
+                    {"event_id": 2, "data": {"type": "updated", "block_hash": 7, "cache_level": {"new_value": 1}}},
+                    {"event_id": 3, "data": {"type": "removed", "block_hashes": [7]}},
+                ]
+            ).encode()
+        ],
+    ),
+    "trtllm_answer": FuzzTarget(
+        trtllm_answer,
+        [
+            b'{"choices": [{"token_ids": [1], "logprobs": {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs":'
+            b' [{"a": -1.0}]}}], "usage": {"prompt_tokens_details": {"cached_tokens": 4}}}\n'
+            b'{"choices": [{"token_ids": [2], "finish_reason": "stop", "stop_reason": 2, "logprobs": {"tokens": ["b"],'
+            b' "token_logprobs": [-1.0]}}]}\n[DONE]'
         ],
     ),
     "sglang_answer": FuzzTarget(

@@ -309,9 +309,11 @@ class TrtllmReader:
         return details.cached_tokens if details is not None else None
 
     def _logprobs(self, token_ids: Sequence[int], found: _Logprobs | None) -> list[TokenLogprobs]:
-        if found is None or len(found.tokens) != len(token_ids):
+        if found is None:
             raise WorkerLost("the attached server left out log probabilities")
         tops = found.top_logprobs or [None] * len(token_ids)
+        if {len(found.tokens), len(found.token_logprobs), len(tops)} != {len(token_ids)}:
+            raise WorkerLost("the attached server left out log probabilities of some tokens")
         return [self._one(*row) for row in zip(token_ids, found.tokens, found.token_logprobs, tops, strict=True)]
 
     def _one(self, chosen: int, text: str, logprob: float | None, top: Mapping[str, float] | None) -> TokenLogprobs:
