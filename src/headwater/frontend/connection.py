@@ -14,7 +14,7 @@ from typing import Protocol
 from headwater.errors import HeadwaterError, ModelError, ProtocolError, WorkerLost
 from headwater.frontend.artifacts import check_artifact
 from headwater.protocol.cluster import Artifact, Instance
-from headwater.protocol.frames import ArtifactChunk, FetchArtifact, FrontendFrame, StepFrame, WorkerFrame
+from headwater.protocol.frames import Abort, ArtifactChunk, FetchArtifact, FrontendFrame, StepFrame, WorkerFrame
 from headwater.runtime.requests.base import WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,11 @@ class WorkerConnection:
         if self._link is None or self._broken.is_set():
             raise WorkerLost(f"worker {self.worker_id} is not connected")
         self._link.send(frame)
+
+    def abort(self, streams: list[int]) -> None:
+        """These are not wanted any more; nothing to say where there is no connection."""
+        if self.connected:
+            self.send(Abort(streams))
 
     async def close(self) -> None:
         """Idempotent. The owner hears nothing more."""

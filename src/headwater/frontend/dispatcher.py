@@ -32,7 +32,7 @@ from headwater.frontend.request_log import RequestNotes, ended_request
 from headwater.frontend.stream import Stream, Streams
 from headwater.frontend.submission import Submission
 from headwater.protocol.cluster import ModelCard
-from headwater.protocol.frames import Abort, StepFrame
+from headwater.protocol.frames import StepFrame
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.router.decisions import DecisionLog, DecisionRecord
 from headwater.router.disagg import DisaggSettings
@@ -182,7 +182,7 @@ class ClusterDispatcher:
                 by_connection.setdefault(stream.connection, []).append(stream.request.stream)
             self._end(stream, None, "aborted")
         for connection, numbers in by_connection.items():
-            _send_abort(connection, numbers)
+            connection.abort(numbers)
         if self._busy:
             self._pump_soon()
 
@@ -218,7 +218,7 @@ class ClusterDispatcher:
         if not lost:
             return
         logger.warning("worker %s was lost with %d open sequences: %s", connection.worker_id, len(lost), reason)
-        _send_abort(connection, [stream.request.stream for stream in lost])
+        connection.abort([stream.request.stream for stream in lost])
         self._moves.lost(connection.worker_id, lost, error, self._clock.now(), hung=hung)
         if self._busy:
             self._pump_soon()
@@ -400,8 +400,3 @@ def _tell(stream: Stream, error: HeadwaterError) -> None:
         stream.sink.on_error(error)
     except Exception:  # border to the API layer
         logger.exception("request %s: taking an error failed", stream.record.request_id)
-
-
-def _send_abort(connection: WorkerConnection, streams: list[int]) -> None:
-    if connection.connected:
-        connection.send(Abort(streams))

@@ -10,7 +10,7 @@ import itertools
 from headwater.errors import WorkerLost
 from headwater.frontend.connection import WorkerConnection
 from headwater.frontend.remote_errors import error_from
-from headwater.protocol.frames import Abort, Submit
+from headwater.protocol.frames import Submit
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
 from headwater.types import TOKEN_ID_BYTES
 
@@ -52,7 +52,7 @@ class Probes:
             worker_id = connection.worker_id
             raise WorkerLost(f"worker {worker_id} did not answer a canary within {timeout_s:.1f} s") from None
         finally:
-            if self._open.pop(number, None) is not None and connection.connected:
-                connection.send(Abort([number]))
+            if self._open.pop(number, None) is not None:
+                connection.abort([number])
         if output.error is not None and output.error.code in _DEAD:
             raise error_from(output.error)
