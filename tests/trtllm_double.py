@@ -136,6 +136,7 @@ class TrtllmDouble:
         """How often iteration statistics were taken away."""
         self.drained = 0
         self.events_status: int | None = None
+        self.events_method = "POST"
         self.bodies: list[dict[str, Any]] = []
         self.prometheus = prometheus
 
@@ -160,7 +161,7 @@ class TrtllmDouble:
                 web.get("/metrics", self._metrics),
                 web.get("/prometheus/metrics", self._gauges),
                 web.get("/openapi.json", self._openapi),
-                web.post("/kv_cache_events", self._kv_cache_events),
+                web.route("*", "/kv_cache_events", self._kv_cache_events),
                 web.post("/v1/completions", self._complete),
                 web.post("/_internal/tokenize", self._tokenize),
             ]
@@ -214,7 +215,9 @@ class TrtllmDouble:
         fields: dict[str, Any] = {name: {} for name in self.fields}
         return _json({"openapi": "3.1.0", "components": {"schemas": {"CompletionRequest": {"properties": fields}}}})
 
-    async def _kv_cache_events(self, _: web.Request) -> web.Response:
+    async def _kv_cache_events(self, request: web.Request) -> web.Response:
+        if request.method != self.events_method:
+            return _json({"detail": "Method Not Allowed"}, 405)
         self.drained += 1
         taken = self.executor.drain_events()
         return _json(taken) if self.events_status is None else _json({"error": "ill"}, self.events_status)

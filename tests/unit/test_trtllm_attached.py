@@ -422,6 +422,31 @@ def test_a_drain_that_fails_forgets_what_it_may_have_lost(play: Callable[[Scenar
     play(scenario)
 
 
+def test_releases_that_want_another_method_for_events(play: Callable[[Scenario], None]) -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.double.events_method = "GET"
+        async with stage.attached() as bench:
+            await bench.run(bench.request(prompt_of(40)))
+            await eventually(lambda: len(bench.engine.resident_blocks()) > 0, "blocks are told of")
+
+    play(scenario)
+
+
+def test_events_that_cannot_be_read_are_said_once(
+    play: Callable[[Scenario], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.double.events_status = 500
+        async with stage.attached() as bench:
+            for letter in range(4):
+                await bench.run(bench.request(prompt_of(40, letter)))
+            await eventually(lambda: stage.double.drained > 3, "it is tried again")
+
+    with caplog.at_level(logging.WARNING):
+        play(scenario)
+    assert caplog.text.count("cannot be read") == 1
+
+
 def test_two_workers_at_one_server_do_not_take_each_others_events(play: Callable[[Scenario], None]) -> None:
     async def scenario(stage: Stage) -> None:
         async with stage.attached() as first, stage.attached() as second:

@@ -153,7 +153,10 @@ class AttachedEngine(ExternalEngine):
 
     def _drain(self, server: Server, path: str, translator: FeedTranslator, adapters: Mapping[int, str]) -> Draining:
         async def drain() -> list[Any]:
-            documents = await server.post_json(path, {}, timeout_s=_DRAIN_TIMEOUT_S)
+            try:
+                documents = await server.post_json(path, {}, timeout_s=_DRAIN_TIMEOUT_S)
+            except InvalidRequest:  # releases differ in the method
+                documents = await server.get_json(path)
             return documents if isinstance(documents, list) else []
 
         url = self._address.url

@@ -85,6 +85,8 @@ class Draining(Telling):
         self._loop = asyncio.get_running_loop()
         self._busy_until = self._loop.time() + _LINGER_S
         self._gaps = 0
+        self._trouble = ""
+        """What was last said of drains that fail, while they do."""
 
     def wake(self) -> None:
         self._woken.set()
@@ -122,7 +124,11 @@ class Draining(Telling):
         except HeadwaterError as error:
             self._events.lose(str(error))
             self._busy_until = 0.0
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                _log.warning("the KV events of %s cannot be read: %s", self._name, error)
             return
+        self._trouble = ""
         self._events.take(documents)
         if documents:
             self._gaps = self._gaps + 1 if self._events.num_lost > lost else 0
