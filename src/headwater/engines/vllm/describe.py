@@ -8,25 +8,11 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from headwater.config.schema import EngineConfig
-from headwater.engines.base import EngineInfo, ProgressSink
+from headwater.engines.base import EngineInfo
 from headwater.engines.card import served_names, text_artifacts
-from headwater.engines.texts import ModelTexts, model_texts
+from headwater.engines.texts import ModelTexts
 from headwater.engines.vllm.staging import Staging
-from headwater.errors import ConfigError, ModelError
 from headwater.protocol.cluster import ModelCard
-from headwater.weights.resolve import resolve
-
-
-def resolved(config: EngineConfig, progress: ProgressSink) -> tuple[ModelTexts, str]:
-    """The texts that frontends need, and what vLLM is to load."""
-    if config.tokenizer is not None and config.model is not None:
-        return model_texts(config, progress), config.model
-    if config.model is None:
-        raise ConfigError("--engine vllm needs a MODEL", hint="a folder with safetensors or a hub id")
-    model = resolve(config.model, revision=config.revision, chat_template=config.chat_template, progress=progress)
-    if model.kind != "safetensors":
-        raise ModelError(f"{model.origin} is a GGUF file, which is served by --engine native; vLLM wants safetensors")
-    return ModelTexts.of(model), str(model.weight_files[0].parent)
 
 
 def engine_info(

@@ -35,6 +35,7 @@ from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
 from headwater.engines.kv_params import kv_transfer_params, ticket_of
 from headwater.engines.steps import PrefillProgress
+from headwater.engines.texts import texts_and_weights
 from headwater.engines.vllm.arguments import (
     VllmArguments,
     add_connector,
@@ -43,7 +44,8 @@ from headwater.engines.vllm.arguments import (
     memory_share,
     vllm_arguments,
 )
-from headwater.engines.vllm.describe import engine_info, resolved
+from headwater.engines.vllm.describe import engine_info
+from headwater.engines.vllm.guard import Guard
 from headwater.engines.vllm.outputs import sequence_output
 from headwater.engines.vllm.port import StagingPort
 from headwater.engines.vllm.sampling import vllm_sampling
@@ -78,15 +80,17 @@ class VllmEngine(ExternalEngine):
         self._nonce = secrets.token_hex(4)
         self._following: Following | None = None
         self._folder: Path | None = None
+        self._guard = Guard()
         self._staging: Staging | None = None
         self._port: StagingPort | None = None
 
     # ---- life
 
     async def open_engine(self, progress: ProgressSink) -> EngineInfo:
-        texts, model = await asyncio.to_thread(resolved, self.config, progress)
+        texts, model = await asyncio.to_thread(texts_and_weights, self.config, "vllm", progress)
         if self.config.kv_staging:
             self._staging = Staging(self.config.kv_staging)
+        await asyncio.to_thread(self._guard.start)
         arguments = await asyncio.to_thread(self._arguments, model)
         pulse = asyncio.create_task(_pulse(progress))
         try:
@@ -94,6 +98,7 @@ class VllmEngine(ExternalEngine):
         finally:
             pulse.cancel()
         self._llm = llm
+        await asyncio.to_thread(self._guard.settle)
         self._tasks_supported = await llm.get_supported_tasks()
         self._adapters = {name: number for number, name in enumerate(arguments.adapters, 1)}
         self._adapter_paths = arguments.adapters
@@ -118,6 +123,7 @@ class VllmEngine(ExternalEngine):
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, _SHUTDOWN_TIMEOUT_S)
+        await asyncio.to_thread(self._guard.close)
         if self._port is not None:
             self._port.close()
         if self._staging is not None:
@@ -207,7 +213,7 @@ class VllmEngine(ExternalEngine):
         return LoadReport(
             num_running=running,
             num_waiting=num_open - running,
-            waiting_prefill_tokens=sum(self.open[stream].num_prompt_tokens for stream in self._waiting),
+            waiting_prefill_tokens=sum(s.num_prompt_tokens for s in self.open.values() if not s.num_generated),
             kv_blocks_total=self._kv_blocks,
             kv_blocks_free=self._kv_blocks - round(usage * self._kv_blocks),
             steps=totals.steps,
