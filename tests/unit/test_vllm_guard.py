@@ -1,0 +1,61 @@
+"""vLLM's processes end with the worker above them, whatever ends it."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+
+WORKER = """
+import subprocess, sys, time
+from headwater.engines.vllm.guard import Guard
+guard = Guard()
+guard.start()
+child = subprocess.Popen([sys.executable, "-c", "import subprocess, time; p = subprocess.Popen(['sleep', '600']); "
+                          "print(p.pid, flush=True); time.sleep(600)"], stdout=subprocess.PIPE, start_new_session=True)
+below = child.stdout.readline().decode().strip()
+guard.settle()
+print(child.pid, below, guard._process.pid, flush=True)
+if sys.argv[1] == "closes":
+    time.sleep(0.5)
+    guard.close()
+time.sleep(600)
+"""
+
+
+def started(way: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, way], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    return worker, [psutil.Process(int(word)) for word in worker.stdout.readline().split()]
+
+
+def gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_killed_worker_takes_them_along() -> None:
+    worker, (child, below, guard) = started("is killed")
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    deadline = time.monotonic() + 20
+    while not all(gone(process) for process in (child, below, guard)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert worker.stdout is not None
+    worker.stdout.close()
+
+
+def test_a_guard_that_is_closed_kills_nobody() -> None:
+    worker, (child, below, guard) = started("closes")
+    deadline = time.monotonic() + 20
+    while not gone(guard):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert child.is_running()
+    assert below.is_running()
+    for process in (worker, child, below):
+        process.kill()
+    worker.wait()
+    assert worker.stdout is not None
+    worker.stdout.close()
