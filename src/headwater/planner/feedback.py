@@ -2,8 +2,9 @@
 
 The last minutes are simulated again, with the plans that held then, and compared with what was measured: time per
 output token says how wrong decode times are, a low quantile of time to first token (which queues hardly touch) how
-wrong prefill times are. Factors move part of the way at a time, and within bounds: a queue makes a small error of
-prefill times a large one of the first token, so that this one moves least.
+wrong prefill times are. Requests that lived through a change of roles do not count. Factors move part of the way at a
+time, and within bounds: a queue makes a small error of prefill times a large one of the first token, so that this one
+moves least.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from headwater.planner.traffic import Served
 from headwater.planner.whatif import FastCluster, Job, Outcomes
 
 _FEWEST = 16
-_STEP_LIMIT = 1.3
+_STEP_LIMIT = 1.5
 _TOTAL_LIMIT = 4.0
 _QUANTILE = 0.25
 _QUEUED = 0.4
@@ -29,7 +30,7 @@ _FILLING = 0.6
 _LIVES = 1.5
 """... which takes so many times as long as a request."""
 _PREFILL_PART, _PREFILL_DEAD_ZONE = 0.2, 0.08
-_DECODE_PART, _DECODE_DEAD_ZONE = 0.5, 0.03
+_DECODE_PART, _DECODE_DEAD_ZONE = 0.8, 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,9 @@ def corrected(
     numbers = [
         number
         for number, served in enumerate(seen)
-        if served.at_ms >= judged_ms and not (isnan(served.tpot_ms) or isnan(outcomes.tpot_ms[number]))
+        if served.at_ms >= judged_ms
+        and not (isnan(served.tpot_ms) or isnan(outcomes.tpot_ms[number]))
+        and _undisturbed(served, held)
     ]
     if len(numbers) < _FEWEST:
         return correction
@@ -128,6 +131,12 @@ def _low(values: Sequence[float]) -> float:
 
 def _ratio(measured: float, predicted: float) -> float:
     return measured / predicted if measured > 0 and predicted > 0 else 1.0
+
+
+def _undisturbed(served: Served, held: Sequence[Held]) -> bool:
+    """Whether one plan held while it was served: what a change of roles leaves behind is no matter of step times."""
+    end_ms = served.at_ms + served.ttft_ms + served.tpot_ms * max(0, served.output_tokens - 1)
+    return not any(served.at_ms < one.since_ms < end_ms for one in held)
 
 
 def _moved(factor: float, ratio: float, part: float, dead_zone: float) -> float:

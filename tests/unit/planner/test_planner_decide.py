@@ -9,7 +9,7 @@ import pytest
 from headwater.perf.curve import StepCurve
 from headwater.planner.decide import Planner, PlannerSettings
 from headwater.planner.evaluate import Sample, evaluate
-from headwater.planner.feedback import Correction
+from headwater.planner.feedback import Correction, Held, corrected
 from headwater.planner.objective import Objective, score
 from headwater.planner.plan import RolePlan, aggregated
 from headwater.planner.pool import WorkerModel
@@ -85,6 +85,23 @@ def test_a_wrong_decode_time_corrects_itself(error: float) -> None:
     run = AdaptiveCluster(POOL, SETTINGS, believed)
     run.run(arrivals(2000, 200, 7.0, 90))
     assert run.planner.correction.decode == pytest.approx(1 / error, rel=0.15)
+
+
+def test_what_lived_through_a_change_of_roles_corrects_nothing() -> None:
+    """However slow it was, when all that one plan has served took what was believed."""
+    jobs = arrivals(500, 100, 6.0, 60)
+    outcomes = FastCluster(POOL, aggregated(4), 100).run(jobs)
+    measured = zip(jobs, outcomes.ttft_ms, outcomes.tpot_ms, strict=True)
+    seen = [Served(job.at_ms, job.prompt_tokens, 0, job.output_tokens, 0, False, *times) for job, *times in measured]
+    changed_ms = 50_000.0
+    crossing = [one for one in seen if one.at_ms < changed_ms < one.at_ms + one.ttft_ms + 99 * one.tpot_ms]
+    assert crossing
+    held = [Held(0.0, aggregated(4)), Held(changed_ms, aggregated(4))]
+    for slower, moves in ((crossing, False), (seen, True)):
+        for one in slower:
+            one.tpot_ms *= 20 if slower is crossing else 1.3
+        correction = corrected(Correction(), POOL, held, seen, jobs, 100)
+        assert (correction.decode > 1.03) == moves
 
 
 def test_times_that_nothing_explains_are_not_believed() -> None:
