@@ -377,7 +377,8 @@ class Supervision:
             reason = f"{reason} (failed {state.policy.failures} times in a row)"
         actions: list[Action] = [*rolled, GaveUp(part, reason)]
         alike = [other for same, other in self._states.items() if same.kind == part.kind]
-        if part.kind != "store" and all(other.status == "given_up" for other in alike):
+        needed = part.kind != "store" or (code == PERMANENT_EXIT and not state.ever_ready)
+        if needed and all(other.status == "given_up" for other in alike):
             final = PERMANENT_EXIT if code == PERMANENT_EXIT else FAILED_EXIT
             return [*actions, *self.stop(now, final, f"no {part.kind} is left; {part}: {reason}")]
         return [*actions, *self._announce()]

@@ -82,6 +82,21 @@ def test_the_rest_goes_on_without_the_store_which_stays_in_a_rolling_restart_and
     assert not lost.stopping
 
 
+def test_a_store_that_cannot_be_as_it_is_configured_ends_a_start_and_nothing_that_serves() -> None:
+    store = Part("store", 0)
+    wrong = Supervision([F0, store, W0], LIMITS)
+    wrong.begin(0.0)
+    why = "no store is left; store-0: the folder is taken"
+    assert wrong.exited(store, 1.0, 2, "the folder is taken")[1] == Stopping(why)
+    wrong.exited(F0, 2.0, 0, "")
+    assert wrong.exited(W0, 3.0, 0, "") == [Finish(2, why)]
+    served = Supervision([F0, store, W0], Limits(restarts=RestartLimits(max_restarts=0)))
+    served.begin(0.0)
+    served.ready(store, 1.0)
+    assert [type(action) for action in served.exited(store, 2.0, 2, "the disk is full")] == [GaveUp]
+    assert not served.stopping
+
+
 def test_when_the_last_worker_is_given_up_the_frontend_drains_and_it_ends_with_1() -> None:
     core = Supervision([F0, W0], Limits(restarts=RestartLimits(max_restarts=0)))
     core.begin(0.0)
