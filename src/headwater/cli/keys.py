@@ -26,6 +26,7 @@ from headwater.frontend.tenants.keyring import (
     SCOPES,
     Keyring,
     KeySpec,
+    Name,
     Scope,
     TenantSpec,
     decode_keyring,
@@ -80,6 +81,7 @@ def _action(actions: Any, name: str, summary: str, *, flags: tuple[str, ...] = (
 
 def _create(args: argparse.Namespace) -> int:
     path = _path(args)
+    _check(f"--tenant {args.tenant}", args.tenant, Name)
     with locked(path):
         keyring = _read(path) if path.exists() else Keyring.empty()
         key_id, key = new_key(keyring.keys)
@@ -119,6 +121,7 @@ def _revoke(args: argparse.Namespace) -> int:
 
 def _tenant(args: argparse.Namespace) -> int:
     path = _path(args)
+    _check(f"tenant {args.name}", args.name, Name)
     with locked(path):
         keyring = _read(path) if path.exists() else Keyring.empty()
         spec = msgspec.structs.replace(keyring.tenants.get(args.name, TenantSpec()), **_changes(args))
@@ -245,7 +248,18 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("weight", "kv_share"):
         if getattr(args, name) is not None:
             changes[name] = getattr(args, name)
+    for name, value in changes.items():
+        _check(f"--{name.replace('_', '-')} {getattr(args, name)}", {name: value}, TenantSpec)
     return changes
+
+
+def _check(given: str, value: object, fits: Any) -> None:
+    """Before it is put into the keyring: what is refused there would sound like a broken file."""
+    try:
+        msgspec.json.decode(msgspec.json.encode(value), type=fits)
+    except msgspec.ValidationError as error:
+        expected = str(error).partition(" - at ")[0].removeprefix("Expected ")
+        raise ConfigError(f"{given}: expected {expected}") from error
 
 
 def _count(name: str, given: str) -> int:

@@ -86,8 +86,12 @@ def test_limits_of_tenants_are_set_and_taken_away(keys: Keys) -> None:
     }
     path = str(keys.path)
     assert "tokens-per-minute" in keys.refused("tenant", "acme", "--keys", path, "--tokens-per-minute", "many")
-    assert "weight" in keys.refused("tenant", "acme", "--keys", path, "--weight", "-1")
-    assert "not a keyring" in keys.refused("tenant", "../x", "--keys", path)
+    for flag, value in (("--weight", "-1.0"), ("--weight", "nan"), ("--kv-share", "2.0"), ("--kv-group", "../x")):
+        said = keys.refused("tenant", "acme", "--keys", path, flag, value)
+        assert f"{flag} {value}: expected " in said, "the flag is wrong, not the file"
+        assert "not a keyring" not in said
+    assert "tenant ../x: expected " in keys.refused("tenant", "../x", "--keys", path)
+    assert "--tenant ../x: expected " in keys.refused("create", "--tenant", "../x", "--keys", path)
     assert keys.json("list")["tenants"].keys() == {"acme"}, "what was refused has changed nothing"
 
 
