@@ -164,7 +164,9 @@ def test_bad_numbers_are_refused(demo_model: ResolvedModel, given: str) -> None:
             async with it.connection() as one:
                 reply = await one.ask("POST", "/v1/chat/completions", STREAM, last_event_id=given)
                 assert reply.status == 400
-                assert reply.json()["error"]["param"] == "Last-Event-ID"
+                error = reply.json()["error"]
+                assert error["param"] == "Last-Event-ID"
+                assert f"is '{given}'" in error["message"]
 
     uvloop.run(main())
 

@@ -283,7 +283,8 @@ class Resumption:
 def _event_number(given: bytes) -> int:
     if not given.isdigit() or len(given) > _MAX_DIGITS:
         raise InvalidRequest(
-            f"Last-Event-ID is {given[:40]!r}, expected the number of an event, 0 at first", param="Last-Event-ID"
+            f"Last-Event-ID is {given[:40].decode('latin-1')!r}, expected the number of an event, 0 at first",
+            param="Last-Event-ID",
         )
     return int(given)
 
