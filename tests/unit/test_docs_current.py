@@ -63,6 +63,7 @@ OTHERS_FLAGS = {
     "--tp",
     "--tp-size",
     "--cache-transceiver-config",
+    "--extra-llm-api-options",
     "--kv-cache-config",
     "--kv-connector-config",
     "--lora-modules",

@@ -167,7 +167,7 @@ def test_the_store_is_attached_by_flags() -> None:
 def test_an_options_file_is_merged(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("kv_cache_config:\n  dtype: fp8\ncuda_graph_config: null\n")
-    llm = arguments("--config", str(file), "--kv-cache-config.free-gpu-memory-fraction", "0.5")
+    llm = arguments("--extra-llm-api-options", str(file), "--kv-cache-config.free-gpu-memory-fraction", "0.5")
     assert llm["kv_cache_config"]["dtype"] == "fp8"
     assert llm["kv_cache_config"]["enable_block_reuse"] is True
     assert llm["cuda_graph_config"] is None
@@ -177,7 +177,7 @@ def test_an_options_file_is_merged(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("stray",), "belongs to no flag"),
-        (("--config", "/nowhere.yaml"), "cannot be read"),
+        (("--extra_llm_api_options", "/nowhere.yaml"), "cannot be read"),
         (("--lora-modules", "tuned"), "NAME=FOLDER"),
         (("--max-batch-size", "[1"), "no YAML"),
         (("--kv-cache-config", "3", "--kv-cache-config.dtype", "fp8"), "given as a whole"),

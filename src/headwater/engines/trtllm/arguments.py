@@ -2,7 +2,7 @@
 
 Any argument of `LLM` is a flag with its name (`--max-batch-size 64`), members of nested ones after a dot
 (`--kv-cache-config.free-gpu-memory-fraction 0.8`); values are YAML. The flags of `trtllm-serve` that have other names
-are known too, and its options file (`--config FILE`). What is said in our words is passed on unless it was said in
+are known too, and its options file (`--extra-llm-api-options FILE`). What is said in our words is passed on unless it was said in
 TensorRT-LLM's.
 """
 
@@ -44,7 +44,7 @@ _SERVES_NAMES: Mapping[str, str] = {
     "free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
     "kv_cache_dtype": "kv_cache_config.dtype",
 }
-_FILES = ("config", "extra_llm_api_options")
+_FILE = "extra_llm_api_options"
 _OF_THE_SERVER = frozenset(("host", "port", "log_level", "tool_parser", "metadata_server_config_file", "server_role"))
 _ADAPTERS = "lora_modules"
 
@@ -64,7 +64,7 @@ def trtllm_arguments(config: EngineConfig, model: str) -> TrtllmArguments:
     adapters: dict[str, str] = {}
     for group in flag_groups(config.engine_args):
         name, value = _flag(group)
-        if name in _FILES:
+        if name == _FILE:
             _merge(said, _options_file(str(value)))
         elif name == _ADAPTERS:
             adapters |= _adapters([str(word) for word in value] if isinstance(value, list) else [str(value)])
