@@ -2,8 +2,8 @@
 
 Any argument of `LLM` is a flag with its name (`--max-batch-size 64`), members of nested ones after a dot
 (`--kv-cache-config.free-gpu-memory-fraction 0.8`); values are YAML. The flags of `trtllm-serve` that have other names
-are known too, and its options file (`--extra-llm-api-options FILE`). What is said in our words is passed on unless it was said in
-TensorRT-LLM's.
+are known too, and its options file (`--extra-llm-api-options FILE`). What is said in our words is passed on unless it
+was said in TensorRT-LLM's.
 """
 
 import logging
