@@ -1,6 +1,6 @@
 """Does the KV store pay? The real model with a small device cache: without a store, and over one tier after the other.
 
-    python bench/kv_pays.py [--requests 60] [--rounds 2] [--object s3://bucket/prefix] [--json]
+    python bench/kv_pays.py [--requests 60] [--rounds 2] [--object s3://bucket/prefix | --seaweedfs] [--json]
 
 `rag`: every request is one of twelve documents and a question of its own; the device holds two of them.
 `turns`: eight conversations take turns, each with all of its history; the device holds two of them.
@@ -23,7 +23,11 @@ from random import Random
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
 from processes import free_port, running
+
+from object_servers import seaweedfs
 
 DEVICE_BLOCKS = 110
 DOCUMENT_TOKENS = 640
@@ -116,7 +120,7 @@ def measure(url: str, prompts: Sequence[list[int]]) -> Figures:
 
 
 def variants(object_url: str | None) -> dict[str, list[str]]:
-    """Flags of each; `{folder}` is one of its own."""
+    """Flags of each; `{folder}` and `{prefix}` are its own."""
 
     def size(blocks: int) -> str:
         return str(blocks * BLOCK_BYTES)
@@ -128,7 +132,9 @@ def variants(object_url: str | None) -> dict[str, list[str]]:
         "small host + disk": ["--kv-host", size(160), *disk],
     }
     if object_url:
-        found["small host + disk + object"] = ["--kv-host", size(160), *disk, "--kv-object", object_url]
+        cold = ["--kv-object", object_url, "--kv-admission", "all"]
+        found["small host + object"] = ["--kv-host", size(160), *cold]
+        found["small host + disk + object"] = ["--kv-host", size(160), *disk, *cold]
     return found
 
 
@@ -136,22 +142,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--object", help="URL of a bucket for the object tier")
+    bucket = parser.add_mutually_exclusive_group()
+    bucket.add_argument("--object", help="URL of a bucket for the object tier")
+    bucket.add_argument("--seaweedfs", action="store_true", help="one of SeaweedFS on this machine")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if not args.json:
         print(f"{'workload':9} {'store':28} {'TTFT ms':>9} {'p95':>9} {'total s':>8} {'reuse':>7} {'TTFT x':>7} same")
-    for name, make in WORKLOADS.items():
-        rounds: dict[str, list[Figures]] = {}
-        for number in range(args.rounds):
-            prompts = list(make(args.requests, Random(number)))
-            with tempfile.TemporaryDirectory(prefix="hw-pays-") as root:
-                for variant, flags in variants(args.object).items():
-                    folder = Path(root) / variant.replace(" ", "")
-                    folder.mkdir()
-                    with server([flag.format(folder=folder) for flag in flags], folder) as url:
-                        rounds.setdefault(variant, []).append(measure(url, prompts))
-        report(name, rounds, as_json=args.json)
+    with bucket_of(args) as object_url:
+        for name, make in WORKLOADS.items():
+            rounds: dict[str, list[Figures]] = {}
+            for number in range(args.rounds):
+                prompts = list(make(args.requests, Random(number)))
+                for variant, flags in variants(object_url).items():
+                    with tempfile.TemporaryDirectory(prefix="hw-pays-") as folder:
+                        mine = [flag.format(folder=folder, prefix=Path(folder).name) for flag in flags]
+                        with server(mine, Path(folder)) as url:
+                            rounds.setdefault(variant, []).append(measure(url, prompts))
+            report(name, rounds, as_json=args.json)
+
+
+@contextlib.contextmanager
+def bucket_of(args: argparse.Namespace) -> Iterator[str | None]:
+    """The URL of the object tier; where it has `{prefix}`, each run gets a place of its own."""
+    if not args.seaweedfs:
+        yield args.object
+        return
+    with tempfile.TemporaryDirectory(prefix="hw-pays-s3-") as folder, seaweedfs(Path(folder)) as s3:
+        os.environ.update(s3.environment)
+        yield s3.url("{prefix}", more="cap=1GiB")
 
 
 def report(name: str, rounds: dict[str, list[Figures]], *, as_json: bool) -> None:

@@ -88,7 +88,8 @@ class Offloader:
         in_store = self._client.num_in_host(chain.ids[: resident * BLOCK_ID_BYTES])
         for part in new:
             lacking = part.part(max(0, in_store - part.first), part.num_blocks)
-            if lacking.num_blocks and self._num_again >= _MAX_AGAIN:
+            busy = self._num_again >= _MAX_AGAIN or self._num_held >= _MAX_UNDER_WAY
+            if lacking.num_blocks and busy:
                 return
             self._known[part.ids[-BLOCK_ID_BYTES:]] = None
             if lacking.num_blocks:
@@ -147,7 +148,6 @@ class Offloader:
     def _hold(self, piece: Piece, *, again: bool = False) -> None:
         if self._num_held >= _MAX_UNDER_WAY:
             self.num_dropped += piece.num_blocks
-            self._num_again -= again
             return
         self._num_held += 1
         self._port.hold(piece.ids[-BLOCK_ID_BYTES:], _HOLD_S, partial(self._held, piece, again))
