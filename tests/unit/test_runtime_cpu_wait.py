@@ -1,6 +1,10 @@
 """Time that threads spent waiting for a processor, from files like those of Linux."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -52,3 +56,21 @@ def test_of_a_process_that_is_gone_nothing_is_known() -> None:
     wait = of_process(2**31 - 1)
     wait.mark()
     assert wait.since_mark_ms() == 0.0
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="this kernel does not count it")
+def test_a_stopped_process_waits_for_no_processor() -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    try:
+        assert busy.stdout is not None
+        busy.stdout.readline()
+        os.kill(busy.pid, signal.SIGSTOP)
+        os.waitpid(busy.pid, os.WUNTRACED)
+        wait = of_process(busy.pid)
+        wait.mark()
+        time.sleep(0.3)
+        assert wait.since_mark_ms() == 0.0
+    finally:
+        busy.kill()
+        busy.stdout.close()
+        busy.wait()
