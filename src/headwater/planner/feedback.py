@@ -17,7 +17,6 @@ from headwater.planner.traffic import Served
 from headwater.planner.whatif import FastCluster, Job, Outcomes
 
 _FEWEST = 16
-_STEP_LIMIT = 1.5
 _TOTAL_LIMIT = 4.0
 _QUANTILE = 0.25
 _QUEUED = 0.4
@@ -29,8 +28,21 @@ _FILLING = 0.6
 """The newest requests of a replay count; this part of it before them brings the cluster where it was, ..."""
 _LIVES = 1.5
 """... which takes so many times as long as a request."""
-_PREFILL_PART, _PREFILL_DEAD_ZONE = 0.2, 0.08
-_DECODE_PART, _DECODE_DEAD_ZONE = 0.8, 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """How a factor follows what was measured."""
+
+    part: float
+    """Of the way, at a time."""
+    dead_zone: float
+    most: float
+    """That is believed of one measurement."""
+
+
+_PREFILL = _Pace(0.2, 0.08, 1.3)
+_DECODE = _Pace(0.8, 0.03, 1.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +102,8 @@ def corrected(
     later = _ratio(sum([seen[n].tpot_ms for n in decoded]), sum([outcomes.tpot_ms[n] for n in decoded]))
     queued = sum([outcomes.queued_ms[n] for n in numbers]) > _QUEUED * sum([outcomes.ttft_ms[n] for n in numbers])
     return Correction(
-        correction.prefill if queued else _moved(correction.prefill, first, _PREFILL_PART, _PREFILL_DEAD_ZONE),
-        _moved(correction.decode, later, _DECODE_PART, _DECODE_DEAD_ZONE) if clean else correction.decode,
+        correction.prefill if queued else _moved(correction.prefill, first, _PREFILL),
+        _moved(correction.decode, later, _DECODE) if clean else correction.decode,
         abs(later - 1) if clean else 0.0,
     )
 
@@ -139,8 +151,8 @@ def _undisturbed(served: Served, held: Sequence[Held]) -> bool:
     return not any(served.at_ms < one.since_ms < end_ms for one in held)
 
 
-def _moved(factor: float, ratio: float, part: float, dead_zone: float) -> float:
-    if abs(ratio - 1) < dead_zone:
+def _moved(factor: float, ratio: float, pace: _Pace) -> float:
+    if abs(ratio - 1) < pace.dead_zone:
         return factor
-    limited = max(1 / _STEP_LIMIT, min(_STEP_LIMIT, ratio))
-    return max(1 / _TOTAL_LIMIT, min(_TOTAL_LIMIT, factor * exp(part * log(limited))))
+    limited = max(1 / pace.most, min(pace.most, ratio))
+    return max(1 / _TOTAL_LIMIT, min(_TOTAL_LIMIT, factor * exp(pace.part * log(limited))))
