@@ -118,10 +118,11 @@ class Bench:
         self._started += 1
         command = [sys.executable, "-m", "headwater", "worker", "--registry", self.registry_url, "--role", role]
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(self.folder), "OMP_NUM_THREADS": "1"}
-        with (self.folder / f"{role}-{self._started}.log").open("wb") as log:
+        path = self.folder / f"{role}-{self._started}.log"
+        with path.open("wb") as log:
             command += [*self.flags, *flags]
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)  # noqa: ASYNC220
-        return await self.connect(await self._ready(process), process)
+        return await self.connect(await self._ready(process, path), process)
 
     async def connect(self, instance: Instance, process: subprocess.Popen[bytes] | None) -> Worker:
         link = self.planes.link(instance.request_address, f"bench-{self._started}")
@@ -151,16 +152,20 @@ class Bench:
             worker.process.kill()
             await asyncio.to_thread(worker.process.wait)
 
-    async def _ready(self, process: subprocess.Popen[bytes]) -> Instance:
+    async def _ready(self, process: subprocess.Popen[bytes], log: Path) -> Instance:
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:
             for instance in await self.registry.instances():
                 if instance.pid == process.pid and instance.state == "ready":
                     return instance
             if process.poll() is not None:
-                raise SystemExit(f"a worker ended with code {process.returncode}; its log is in {self.folder}")
+                raise SystemExit(f"a worker ended with code {process.returncode}:\n{last_words(log)}")
             await asyncio.sleep(0.1)
         raise SystemExit("a worker was not ready in time")
+
+
+def last_words(log: Path) -> str:
+    return log.read_text()[-3000:]
 
 
 @contextlib.asynccontextmanager
