@@ -101,6 +101,10 @@ def test_a_worker_that_sleeps_gets_nothing_until_it_is_woken(server: DoubleThrea
             assert time.monotonic() < deadline, awake.text
             time.sleep(0.05)
         assert call(f"{url}/admin/sleep/nobody", {}).status == 400
+        server.double.sleep_mode = False
+        failed = subprocess.run([sys.executable, "-m", "headwater", "sleep", name, "--url", url], capture_output=True)
+        assert failed.returncode == 1, "it is told that the worker goes on, and does not wait until the timeout"
+        assert b"is ready and not asleep" in failed.stderr
 
 
 def verb(name: str, worker_id: str, url: str) -> dict[str, Any]:

@@ -360,6 +360,9 @@ def test_the_cluster_page_shows_models_workers_and_load(demo_model: ResolvedMode
             assert models["gone"]["missing"]
             (described,) = page["workers"]
             assert described["worker_id"] == "w1"
+            refused = await it.ask("POST", "/admin/sleep/w1")
+            assert refused.status == 400, "it is not left to wait for what never comes"
+            assert "w1 cannot sleep" in refused.json()["error"]["message"]
             assert described["connected"]
             assert described["load"]["kv_blocks_total"] == 100
             assert (await it.ask("POST", "/v1/chat/completions", {**CHAT, "model": "gone"})).status == 503

@@ -79,8 +79,10 @@ def test_it_finishes_what_runs_sleeps_and_is_the_same_when_it_wakes(config: Engi
             sleeper.member.send(request(1, PROMPT, max_tokens=60))
             await eventually(lambda: sleeper.member.tokens.get(1), "it streams")
             sleeper.tell(Sleep())
+            await sleeper.is_now("draining")
+            assert double.asleep == 0, "it does not claim to sleep while it streams"
             await sleeper.is_now("asleep")
-            await eventually(lambda: double.asleep == 1, "the server is told")
+            assert double.asleep == 1, "nor before the memory is given back"
             assert sleeper.member.reasons[1] == "length"
             assert len(sleeper.member.tokens[1]) == 60
             asked = len(double.bodies)

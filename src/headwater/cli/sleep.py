@@ -1,6 +1,7 @@
 """`headwater sleep WORKER`: a worker finishes or hands over its streams, and gives its device's memory back.
 
-Exit code 0 once it is asleep, 3 when it is not in time: then its log says why.
+Exit code 0 once it is asleep; 1 when it has gone on instead, and its log says why; 2 when its engine cannot; 3 when it
+is not asleep in time.
 """
 
 import argparse

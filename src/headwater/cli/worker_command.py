@@ -27,8 +27,11 @@ def run_change(args: argparse.Namespace, command: str, state: str) -> int:
     """Tell a worker, and wait until it is in that state."""
     server = server_of(args, _TIMEOUT_S)
     began = time.monotonic()
+    before = workers(server).get(args.worker, {"failed_sleeps": 0})
     tell(server, command, args.worker, {})
-    while states(server).get(args.worker) != state:
+    while (now := workers(server).get(args.worker, {})).get("state") != state:
+        if not now or now["failed_sleeps"] > before["failed_sleeps"]:
+            raise HeadwaterError(f"{args.worker} is {now.get('state', 'gone')} and not {state}; its log says why")
         if time.monotonic() > began + args.timeout:
             raise DeadlineExceeded(f"{args.worker} is not {state} yet", hint="its log says why")
         time.sleep(_POLL_S)
@@ -55,5 +58,10 @@ def tell(server: Server, command: str, worker_id: str, body: dict[str, Any]) -> 
 
 def states(server: Server) -> dict[str, str]:
     """By worker."""
+    return {worker_id: str(worker["state"]) for worker_id, worker in workers(server).items()}
+
+
+def workers(server: Server) -> dict[str, dict[str, Any]]:
+    """What the frontend says about each."""
     document: dict[str, Any] = server.get_json("/debug/cluster")
-    return {str(worker["worker_id"]): str(worker["state"]) for worker in document["workers"]}
+    return {str(worker["worker_id"]): worker for worker in document["workers"]}

@@ -156,6 +156,7 @@ class AdminPages:
             "role": instance.role,
             "adaptive": instance.adaptive,
             "state": instance.state,
+            "failed_sleeps": instance.num_failed_sleeps,
             "connected": worker.connected,
             "last_error": connection.last_error if connection is not None else None,
             "engine": instance.engine,

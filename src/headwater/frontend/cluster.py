@@ -107,7 +107,13 @@ class Cluster:
 
     def sleep(self, worker_id: str) -> None:
         """Tell a worker to give its memory back for a while; the registry says when it is asleep. Raises likewise."""
-        self._known(worker_id).send(Sleep())
+        worker = self._known(worker_id)
+        if not worker.instance.can_sleep:
+            engine = worker.instance.engine
+            raise InvalidRequest(
+                f"worker {worker_id} cannot sleep: its engine, {engine}, does not give memory back", param="worker_id"
+            )
+        worker.send(Sleep())
 
     def wake(self, worker_id: str) -> None:
         self._known(worker_id).send(Wake())

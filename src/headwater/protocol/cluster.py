@@ -85,3 +85,7 @@ class Instance(msgspec.Struct, frozen=True, omit_defaults=True):
     """`HOST:PORT` where the engine of a paired prefill worker listens for the other one."""
     adaptive: bool = False
     """Whether its role may be changed by frontends (`SetRole`), as traffic asks for."""
+    can_sleep: bool = False
+    """Whether its engine has a way to give its device's memory back for a while (`Sleep`)."""
+    num_failed_sleeps: int = 0
+    """How often it could not, and went on."""

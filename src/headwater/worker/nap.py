@@ -1,6 +1,6 @@
 """Sleep and wake of a worker whose engine can: it keeps its place in the registry, where it is not ready meanwhile.
 
-    ready --Sleep--> asleep: nothing new, streams finish or move on --> the engine's memory is given back
+    ready --Sleep--> draining: nothing new, streams finish or move on --> asleep: the engine's memory is given back
     asleep --Wake--> ready
 
 What cannot fall asleep is ready again; what does not wake up has failed.
@@ -44,6 +44,7 @@ class Nap:
         self._owner = owner
         self._within_s = within_s
         self._asleep = False
+        self._num_failed = 0
         self._change: asyncio.Task[None] | None = None
 
     def sleep(self) -> None:
@@ -71,7 +72,7 @@ class Nap:
     async def _fall_asleep(self, engine: Sleeper) -> None:
         resting = Unavailable("this worker sleeps", retry_after_s=5.0)
         self._owner.refuse(resting)
-        await self._record.change(state="asleep")
+        await self._record.change(state="draining")
         for _ in range(round(self._within_s() / _LOOK_S)):
             if not self._owner.num_streams:
                 break
@@ -82,9 +83,11 @@ class Nap:
         except HeadwaterError as error:
             _log.error("this worker cannot sleep and goes on: %s", error)
             self._owner.refuse(None)
-            await self._record.change(state="ready")
+            self._num_failed += 1
+            await self._record.change(state="ready", num_failed_sleeps=self._num_failed)
         else:
             self._asleep = True
+            await self._record.change(state="asleep")
             _log.info("asleep")
 
     async def _wake_up(self, engine: Sleeper) -> None:

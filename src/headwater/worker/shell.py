@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from headwater.engines.base import Engine, EngineInfo, Progress, ProgressSink
+from headwater.engines.base import Engine, EngineInfo, Progress, ProgressSink, Sleeper
 from headwater.errors import Draining, EngineFailed, HeadwaterError, InvalidRequest, Unavailable
 from headwater.handoff.service import Handoffs
 from headwater.protocol.events import LoadReport, WorkerEvent
@@ -125,6 +125,7 @@ class WorkerShell:
                 engine=self._config.engine,
                 role=self._config.role,
                 adaptive=self._config.adaptive,
+                can_sleep=isinstance(self._engine, Sleeper),
             )
         )
         info = await self._engine.start(self, _without_ready(progress))
