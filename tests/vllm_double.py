@@ -65,6 +65,8 @@ class VllmDouble:
         self.metrics_asked = 0
         self.keeps_the_end = False
         """Answers break off before the event that says why they end."""
+        self.has_models = True
+        """If not, it names none, as a router does before its workers are there."""
         self.tokenize_offset = 0
         self.sleep_mode = True
         self.asleep = 0
@@ -206,7 +208,7 @@ class VllmDouble:
         entry = {"id": MODEL, "owned_by": "vllm", "root": "/nowhere", "parent": None}
         base = entry | {"max_model_len": self._info.card.max_model_len}
         adapter = {"id": ADAPTER, "owned_by": "vllm", "root": "/nowhere/tuned", "parent": MODEL}
-        return _json({"object": "list", "data": [base, adapter]})
+        return _json({"object": "list", "data": [base, adapter] if self.has_models else []})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         self.metrics_asked += 1

@@ -18,6 +18,7 @@ from headwater.engines.attached.engine import AttachedEngine
 from headwater.engines.attached.http import ServerAddress, error_for
 from headwater.engines.attached.prometheus import sums
 from headwater.engines.attached.sse import EventSplitter
+from headwater.engines.base import Progress
 from headwater.engines.conformance import SIZES, VOCABULARY, prompt_of
 from headwater.engines.watched import Bench, Recorder
 from headwater.errors import (
@@ -247,7 +248,32 @@ def test_a_relayed_answer_is_not_taken_up_in_its_middle(play: Callable[[Scenario
             request.relay = RelayedRequest("/v1/chat/completions", b"{}")
             bench.engine.submit([request])
             await eventually(lambda: bench.recorder.ended(1), "it is answered")
-            assert not bench.recorder.error(1).retryable
+            error = bench.recorder.error(1)
+            assert (error.code, error.retryable) == ("engine_failed", False), "the client has done nothing wrong"
+
+    play(scenario)
+
+
+def test_a_server_that_offers_no_model_yet_is_waited_for(play: Callable[[Scenario], None]) -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.double.has_models = False
+        config = msgspec.structs.replace(SIZES, attach=(stage.double.url,), attach_as="openai")
+        engine, waits = AttachedEngine(config), asyncio.Event()
+        said: list[str] = []
+
+        def progress(news: Progress) -> None:
+            said.append(news.detail)
+            if news.phase == "wait":
+                waits.set()
+
+        starting = asyncio.ensure_future(engine.start(Recorder(), progress))
+        try:
+            await asyncio.wait({starting, asyncio.ensure_future(waits.wait())}, return_when=asyncio.FIRST_COMPLETED)
+            assert "offers no model yet" in said[-1]
+            stage.double.has_models = True
+            assert (await starting).card.name == MODEL
+        finally:
+            await engine.close()
 
     play(scenario)
 

@@ -183,7 +183,7 @@ class AttachedEngine(ExternalEngine):
         request = stream.request
         if self._tokens is None:
             if request.resumed_tokens:
-                raise InvalidRequest("a relayed answer cannot be taken up in its middle")
+                raise EngineFailed("the server was lost in the middle of a relayed answer, which cannot be taken up")
             path, body = relayed_request(request, (found.model, *found.aliases, *found.adapters), found.model)
             self._answer(request.stream, self._relay(server, stream, path, body))
             return

@@ -4,7 +4,7 @@ from typing import Any
 
 from headwater.engines.attached.dialects.base import Description, ServerLoad
 from headwater.engines.attached.http import Server
-from headwater.errors import EngineFailed
+from headwater.errors import EngineFailed, Unavailable
 
 
 class OpenAIDialect:
@@ -16,6 +16,8 @@ class OpenAIDialect:
         document = await server.get_json("/v1/models")
         entries: list[dict[str, Any]] = document.get("data") or [] if isinstance(document, dict) else []
         names = [str(entry["id"]) for entry in entries if isinstance(entry, dict) and "id" in entry]
+        if not names and isinstance(document, dict) and document.get("data") == []:
+            raise Unavailable(f"the server at {server.address.url} offers no model yet")
         if not names:
             raise EngineFailed("/v1/models of the attached server names no model")
         first = entries[0]
