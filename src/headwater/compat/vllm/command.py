@@ -92,6 +92,7 @@ _NONE = {
     "--cohere-format": "the template decides",
     "--cohere-is-reasoning-model": "the template decides",
 }
+_EXPECTED = "expected `vllm serve MODEL [flags]` or `python -m sglang.launch_server --model-path MODEL [flags]`"
 _LISTS = ("--api-key", "--served-model-name")
 _DTYPES = {"half": "float16", "float": "float32"}
 
@@ -131,14 +132,14 @@ def translate(words: Sequence[str]) -> TranslatedCommand:
     for group in flag_groups(_arguments(words)):
         if not group[0].startswith("-"):
             if model:
-                raise ConfigError(f"two models: {model} and {group[0]}")
+                raise ConfigError(f"two models: {model} and {group[0]}", hint=_EXPECTED)
             model = group[0]
         elif group[0] == "--model":
             model = _value(group)
         else:
             flags.append(_translation(group))
     if not model:
-        raise ConfigError("the command names no model", hint="vllm serve MODEL [flags]")
+        raise ConfigError("the command names no model", hint=_EXPECTED)
     return TranslatedCommand(model, flags)
 
 
