@@ -1,7 +1,7 @@
 """Step times judged by when tokens come."""
 
-from headwater.engines.pace import Pace
 from headwater.engines.external import OpenStream
+from headwater.engines.pace import Pace
 from headwater.protocol.events import StepTiming
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
 

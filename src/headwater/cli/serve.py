@@ -35,7 +35,7 @@ from headwater.frontend.tenants.tenancy import check_public
 from headwater.kv.node.address import SOCKET_NAME
 from headwater.logs import configure_logging
 from headwater.protocol.cluster import Instance
-from headwater.runtime.endpoints import is_loopback
+from headwater.runtime.loopback import is_loopback
 from headwater.runtime.registry.open import open_registry
 from headwater.worker.roles import num_workers
 

@@ -46,7 +46,8 @@ from headwater.frontend.routes import Route
 from headwater.frontend.routing import build_router, dispatch_limits, planning_settings, vigil_limits
 from headwater.frontend.tenants.admission import TenantAdmission, usage_of
 from headwater.frontend.tenants.tenancy import Tenancy, check_public
-from headwater.runtime.endpoints import default_run_folder, is_loopback
+from headwater.runtime.endpoints import default_run_folder
+from headwater.runtime.loopback import is_loopback
 from headwater.runtime.planes import Planes, open_planes
 from headwater.runtime.registry.base import Registry
 from headwater.runtime.registry.open import open_registry

@@ -101,14 +101,6 @@ def parse_bind(bind: str, *, run_folder: Path | None = None, insecure: bool = Fa
     return TcpEndpoints(bind, insecure=insecure)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this host can reach a socket bound to `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def unlink_ipc(address: str) -> None:
     """Remove the file of an `ipc` address; nothing for others."""
     if address.startswith("ipc://"):

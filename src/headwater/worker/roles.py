@@ -6,7 +6,7 @@ import msgspec
 
 from headwater.config.schema import EngineConfig, ServeConfig
 from headwater.errors import ConfigError
-from headwater.runtime.endpoints import is_loopback
+from headwater.runtime.loopback import is_loopback
 from headwater.transfer.memory import available_bytes
 from headwater.transfer.options import AgentOptions
 from headwater.transfer.sealing import check_available

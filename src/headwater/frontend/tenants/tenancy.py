@@ -21,7 +21,7 @@ from headwater.frontend.tenants.line_log import LineLog
 from headwater.frontend.tenants.meter import Meter
 from headwater.frontend.tenants.source import FileSource, KeySource, open_source
 from headwater.frontend.tenants.watch import KeyringWatch, read_keyring
-from headwater.runtime.endpoints import is_loopback
+from headwater.runtime.loopback import is_loopback
 
 logger = logging.getLogger(__name__)
 

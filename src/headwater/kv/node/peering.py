@@ -16,7 +16,7 @@ from headwater.kv.space import PAGE_BYTES
 from headwater.kv.stores.host import HostTier
 from headwater.kv.stores.peer import PeerOptions, PeerTier
 from headwater.kv.stores.peer_offer import PeerOffer
-from headwater.runtime.endpoints import is_loopback
+from headwater.runtime.loopback import is_loopback
 from headwater.transfer.agent import Agent
 from headwater.transfer.auth import MIN_KEY_BYTES
 from headwater.transfer.options import AgentOptions
