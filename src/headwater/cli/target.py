@@ -35,8 +35,12 @@ def _cluster(loaded: LoadedConfig, pid: int | None) -> ClusterRecord | None:
     """The one of this host that is meant, if any is."""
     if pid is not None:
         return _cluster_of(pid)
+    frontend = loaded.config.frontend
     configured = any(loaded.origins[key].layer != "default" for key in ("frontend.host", "frontend.port"))
-    clusters = [] if configured and loaded.config.frontend.port else running_clusters()
+    clusters = running_clusters()
+    if configured and frontend.port:
+        meant = base_url(frontend.host, frontend.port), base_url(frontend.host, frontend.port, tls=True)
+        clusters = [cluster for cluster in clusters if cluster.url in meant]
     return clusters[0] if clusters else None
 
 

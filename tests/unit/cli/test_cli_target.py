@@ -25,5 +25,9 @@ def test_a_pid_names_one_of_several_clusters(monkeypatch: pytest.MonkeyPatch, tm
         assert asked() == "http://127.0.0.1:2", "the newest"
         assert asked("--pid", str(os.getpid())) == "http://127.0.0.1:1"
         assert asked("--url", "http://127.0.0.1:3") == "http://127.0.0.1:3"
+        assert asked("--port", "1") == "http://127.0.0.1:1", "not the newest"
+        assert asked("--port", "4") == "http://127.0.0.1:4", "none that runs here"
+        other.publish(ClusterRecord(os.getppid(), "https://127.0.0.1:5", "", 2.0, cert="its certificate"))
+        assert asked("--port", "5") == "https://127.0.0.1:5", "as the graph speaks, not as a port sounds"
     with pytest.raises(Unavailable, match="no `headwater serve` with process id"):
         asked("--pid", str(os.getpid()))

@@ -334,6 +334,7 @@ class NodeStore:
         if ledger.table_was_full and roomy and tier.tier not in self._warned:
             self._warned.add(tier.tier)
             logger.warning(
-                "the table of the %s tier is full with %d blocks in %d of %d bytes: set --min-block to their size",
+                "small blocks have filled the table of the %s tier, %d in %d of %d bytes: "
+                "headwater kv serve --min-block makes room for more",
                 tier.tier, ledger.table.num_blocks, ledger.space.used_bytes, ledger.space.num_bytes,
             )  # fmt: skip
