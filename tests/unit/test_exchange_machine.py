@@ -16,7 +16,7 @@ from test_scheduler_machine import MAX_WAITING, SchedulerMachine
 
 from headwater.errors import Overloaded, RequestError
 from headwater.protocol.request import SequenceOutput
-from headwater.scheduler.outside import BlocksExported, Export, FirstToken, LoadEnded, LoadStarted
+from headwater.scheduler.outside import BlocksExported, Export, ExportWaits, FirstToken, LoadEnded, LoadStarted
 
 LOAD_S = 6.0
 HOLD_S = 9.0
@@ -68,6 +68,10 @@ class ExchangeMachine(SchedulerMachine):
                 case BlocksExported(stream, first, blocks):
                     if stream in self.readers:
                         self.export(self.readers[stream], first, blocks)
+                case ExportWaits(stream, num_ahead, tokens_ahead):
+                    raw = self.requests[stream].prompt + self.requests[stream].resumed_tokens
+                    assert num_ahead < len(self.requests)
+                    assert tokens_ahead >= len(raw) // 4
                 case _:
                     raise AssertionError(one)
 

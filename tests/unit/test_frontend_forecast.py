@@ -25,6 +25,7 @@ def test_nothing_is_refused_while_nothing_is_known() -> None:
 
 def test_until_something_is_seen_what_the_time_model_expects_counts() -> None:
     forecast = Forecast()
+    forecast.admit("m", "a", 0.001, 0.0, expected_per_s=10.0)  # waits for nobody; the queue knows how long it takes
     forecast.came("m", "a", 30, 0.0)
     assert not forecast.knows("m", 0.0)
     assert forecast.wait_s("m", "a", 0.0, expected_per_s=10.0) == pytest.approx(3.1)

@@ -60,9 +60,10 @@ class Forecast:
         self._weights = {} if tenant_weights is None else tenant_weights
 
     def wait_s(self, model: str, tenant: str, now: float, expected_per_s: float = 0.0) -> float:
-        """Of one more sequence; 0 while nothing is known."""
+        """Of one more sequence; 0 while nothing is known. The first of all waits for nobody: what its prompt alone
+        takes is for the queue to say."""
         found = self._model(model, now)
-        rate = found.rate_per_s or expected_per_s
+        rate = found.rate_per_s or (expected_per_s if found.total else 0.0)
         if not rate:
             return 0.0
         own = found.waiting.get(tenant, 0) + 1
