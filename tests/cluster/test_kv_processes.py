@@ -6,6 +6,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -165,12 +166,17 @@ def test_a_table_that_is_too_small_is_said_so(tmp_path: Path) -> None:
     path = tmp_path / "kv.sock"
     command = [sys.executable, "-m", "headwater", "kv", "serve", "--socket", str(path), "--host", "16MiB"]
     with subprocess.Popen([*command, "--min-block", "256KiB"], stderr=subprocess.PIPE, text=True) as process:
-        with StoreAgent(path, "test", patience_s=20.0) as agent:
-            family = family_of(4096)
-            for number in range(4):
-                ids = chain(f"run {number}", 40)
-                agent.offer(Piece(family, b"".join(ids), 0, ROOT), buffers(40, 4096)).result(10)
-            assert process.stderr is not None
-            lines = iter(process.stderr.readline, "")
-            assert any("set --min-block" in line for line in lines)
-        process.terminate()
+        limit = threading.Timer(30.0, process.kill)  # then there is nothing more to read
+        limit.start()
+        try:
+            with StoreAgent(path, "test", patience_s=20.0) as agent:
+                family = family_of(4096)
+                for number in range(4):
+                    ids = chain(f"run {number}", 40)
+                    agent.offer(Piece(family, b"".join(ids), 0, ROOT), buffers(40, 4096)).result(10)
+                assert process.stderr is not None
+                lines = iter(process.stderr.readline, "")
+                assert any("--min-block makes room" in line for line in lines)
+        finally:
+            limit.cancel()
+            process.terminate()
