@@ -70,22 +70,17 @@ class Offloader:
         self._tails.pop(stream, None)
 
     def found(self, chain: Piece) -> None:
-        """A request needs these blocks, and some, from the first on, are on the device: those that the store lacks
+        """A request needs these blocks, from its first on, and they are on the device: those that the store lacks
         although it was never offered them are offered now."""
-        if self._client.problem or self._closed:
+        if self._closed:
             return
         if self._known_of != self._client.num_connections or len(self._known) > _MAX_KNOWN:
             self._known.clear()
             self._known_of = self._client.num_connections
-        resident = self._port.num_resident(chain.ids)
-        new = [
-            part
-            for part in pieces_of(chain.part(0, resident), _AGAIN_BYTES)
-            if part.ids[-BLOCK_ID_BYTES:] not in self._known
-        ]
+        new = [part for part in pieces_of(chain, _AGAIN_BYTES) if part.ids[-BLOCK_ID_BYTES:] not in self._known]
         if not new:
             return
-        in_store = self._client.num_in_host(chain.ids[: resident * BLOCK_ID_BYTES])
+        in_store = self._client.num_in_host(chain.ids)
         for part in new:
             lacking = part.part(max(0, in_store - part.first), part.num_blocks)
             busy = self._num_again >= _MAX_AGAIN or self._num_held >= _MAX_UNDER_WAY

@@ -71,12 +71,10 @@ class Onloader:
         self._loads: dict[int, _Load] = {}
         self._rest_until = 0.0
 
-    def take(self, request: EngineRequest, blocks: RequestBlocks) -> bool:
-        """Whether the request goes on from here, perhaps a moment later; else it is to go on now."""
-        if self._client.problem or self._loop.time() < self._rest_until:
-            return False
-        cached = self._port.num_resident(blocks.chain.ids)
-        if cached >= blocks.usable:
+    def take(self, request: EngineRequest, blocks: RequestBlocks, cached: int) -> bool:
+        """Whether the request goes on from here, perhaps a moment later; else it is to go on now. `cached`: so many of
+        its blocks, from the first on, are on the device."""
+        if cached >= blocks.usable or self._loop.time() < self._rest_until:
             return False
         task = asyncio.create_task(self._consider(request, blocks, cached))
         self._considering[request.stream] = task

@@ -76,13 +76,17 @@ class KvTiers:
 
     def take(self, request: EngineRequest) -> bool:
         """To be told of every request. Whether it goes to the engine from here; else it is to go there as it would."""
-        if self._chains is None or self._onloader is None or self._offloader is None:
+        port = self._engine.kv
+        if port is None or self._chains is None or self._onloader is None or self._offloader is None:
             return False
         blocks = self._chains.of(request)
-        self._limit(request)
         self._offloader.opened(request.stream, blocks.chain)
-        self._offloader.found(blocks.chain)
-        return self._onloader.take(request, blocks)
+        if self._client.problem:
+            return False
+        self._limit(request)
+        resident = port.num_resident(blocks.chain.ids)
+        self._offloader.found(blocks.chain.part(0, resident))
+        return self._onloader.take(request, blocks, resident)
 
     def abort(self, streams: Sequence[int]) -> None:
         if self._onloader is not None and self._offloader is not None:
@@ -131,8 +135,6 @@ class KvTiers:
 
     def _limit(self, request: EngineRequest) -> None:
         """Tell the store what a tenant may fill, before it is offered any of that."""
-        if self._client.problem:
-            return
         if self._limits_told_to != self._client.num_connections or len(self._limits) > _MAX_DESCRIBED:
             self._limits.clear()
             self._limits_told_to = self._client.num_connections
