@@ -58,7 +58,7 @@ class ServerLoad:
 
 
 class AnswerReader(Protocol):
-    """Reads the events of one streamed answer."""
+    """Reads the events of one streamed answer, but for the `[DONE]` that closes it."""
 
     def read(self, event: bytes) -> SequenceOutput | None:
         """None when the event says nothing. Raises `HeadwaterError` when it tells of a failure."""

@@ -20,8 +20,6 @@ from headwater.engines.sglang_wire.settings import LEAST_PAGE_SIZE, SglangSettin
 from headwater.errors import EngineFailed, WorkerLost
 from headwater.protocol.request import EngineRequest, SequenceOutput
 
-_DONE = b"[DONE]"
-
 
 class SglangDialect:
     """See `TokenDialect` and `Aborts`."""
@@ -107,8 +105,6 @@ class StreamReader:
         self._on_retractions = on_retractions
 
     def read(self, event: bytes) -> SequenceOutput | None:
-        if event == _DONE:
-            return None
         try:
             chunk = self._decode(event)
         except (msgspec.MsgspecError, RecursionError) as error:

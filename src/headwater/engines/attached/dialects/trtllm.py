@@ -15,7 +15,8 @@ from typing import Any, cast
 import msgspec
 
 from headwater.engines.attached.dialects.base import Description, ServerLoad
-from headwater.engines.attached.http import Server, error_for
+from headwater.engines.attached.dialects.completions import Choice, Logprobs, Usage, chunk_of, completion_of
+from headwater.engines.attached.http import Server
 from headwater.engines.attached.prometheus import sums
 from headwater.engines.texts import ModelTexts
 from headwater.engines.trtllm_words import (
@@ -132,11 +133,8 @@ class TrtllmDialect:
         return COMPLETIONS, self._understood({**body, "disaggregated_params": {"request_type": "context_only"}})
 
     def prefilled(self, request: EngineRequest, answer: Any) -> SequenceOutput:
-        try:
-            whole = msgspec.convert(answer, _Whole)
-        except msgspec.ValidationError as error:
-            raise WorkerLost(f"the attached server sent what is no completion: {error}") from error
-        choice = whole.choices[0] if whole.choices else _Choice()
+        whole = completion_of(answer)
+        choice = whole.choices[0] if whole.choices else Choice()
         if choice.finish_reason == "not_finished":
             choice.finish_reason = "length"
         output = TrtllmReader(request.stream, None, self._words).output(choice, whole.usage)
@@ -227,45 +225,8 @@ class Words:
         return self._ids.get(text)
 
 
-class _Logprobs(msgspec.Struct):
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] = []
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: _Logprobs | None = None
-    disaggregated_params: dict[str, Any] | None = None
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _Details | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: dict[str, Any] | str | None = None
-
-
-class _Whole(msgspec.Struct):
-    """An answer in one piece."""
-
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-
-
 class TrtllmReader:
     """See `AnswerReader`."""
-
-    _decode = msgspec.json.Decoder(_Chunk).decode
 
     def __init__(self, stream: int, num_logprobs: int | None, words: Words) -> None:
         self._stream = stream
@@ -274,18 +235,10 @@ class TrtllmReader:
         self._told_cached = False
 
     def read(self, event: bytes) -> SequenceOutput | None:
-        if event == b"[DONE]":
-            return None
-        try:
-            chunk = self._decode(event)
-        except msgspec.MsgspecError as error:
-            raise WorkerLost(f"the attached server sent what is no completion: {error}") from error
-        if chunk.error is not None:
-            code = chunk.error.get("code") if isinstance(chunk.error, dict) else None
-            raise error_for(code if isinstance(code, int) else 500, event, {})
-        return self.output(chunk.choices[0], chunk.usage) if chunk.choices else None
+        chunk = chunk_of(event)
+        return self.output(chunk.choices[0], chunk.usage) if chunk is not None else None
 
-    def output(self, choice: _Choice, usage: _Usage | None) -> SequenceOutput | None:
+    def output(self, choice: Choice, usage: Usage | None) -> SequenceOutput | None:
         token_ids, reason = choice.token_ids or [], choice.finish_reason
         if reason not in (None, "stop", "length"):
             raise WorkerLost(f"the attached server gave up on this sequence ({reason})")
@@ -300,15 +253,14 @@ class TrtllmReader:
             return None
         return SequenceOutput(self._stream, token_ids, reason, stop_token_id, self._cached(usage), told)
 
-    def _cached(self, usage: _Usage | None) -> int | None:
+    def _cached(self, usage: Usage | None) -> int | None:
         """With the first output only."""
         if self._told_cached:
             return None
         self._told_cached = True
-        details = usage.prompt_tokens_details if usage is not None else None
-        return details.cached_tokens if details is not None else None
+        return usage.cached_tokens if usage is not None else None
 
-    def _logprobs(self, token_ids: Sequence[int], found: _Logprobs | None) -> list[TokenLogprobs]:
+    def _logprobs(self, token_ids: Sequence[int], found: Logprobs | None) -> list[TokenLogprobs]:
         if found is None:
             raise WorkerLost("the attached server left out log probabilities")
         tops = found.top_logprobs or [None] * len(token_ids)

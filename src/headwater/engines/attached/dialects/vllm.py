@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from headwater.engines.attached.dialects.base import Description, ServerLoad
-from headwater.engines.attached.http import Server, error_for
+from headwater.engines.attached.dialects.completions import Choice, Logprobs, Usage, chunk_of, completion_of
+from headwater.engines.attached.http import Server
 from headwater.engines.attached.prometheus import samples, sums
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_params import kv_transfer_params, ticket_of
@@ -78,10 +79,7 @@ class VllmDialect:
         return _PATH, _body(model, request, tokens, salt)
 
     def prefilled(self, request: EngineRequest, answer: Any) -> SequenceOutput:
-        try:
-            whole = msgspec.convert(answer, _Whole)
-        except msgspec.ValidationError as error:
-            raise WorkerLost(f"the attached server sent what is no completion: {error}") from error
+        whole = completion_of(answer)
         reader = self.reader(request)
         output = reader.output(whole.choices[0], whole.usage) if whole.choices else None
         if output is None or output.finish_reason is None:
@@ -140,65 +138,18 @@ def _body(model: str, request: EngineRequest, tokens: Sequence[int], salt: str |
     return body
 
 
-class _Logprobs(msgspec.Struct):
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] | None = None
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: _Logprobs | None = None
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _Details | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: dict[str, Any] | str | None = None
-
-
-class _Whole(msgspec.Struct):
-    """An answer in one piece."""
-
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-
-
 class VllmReader:
     """See `AnswerReader`."""
-
-    _decode = msgspec.json.Decoder(_Chunk).decode
 
     def __init__(self, stream: int, num_logprobs: int | None) -> None:
         self._stream = stream
         self._num_logprobs = num_logprobs
 
     def read(self, event: bytes) -> SequenceOutput | None:
-        if event == b"[DONE]":
-            return None
-        try:
-            chunk = self._decode(event)
-        except msgspec.MsgspecError as error:
-            raise WorkerLost(f"the attached server sent what is no completion: {error}") from error
-        if chunk.error is not None:
-            code = chunk.error.get("code") if isinstance(chunk.error, dict) else None
-            raise error_for(code if isinstance(code, int) else 500, event, {})
-        if not chunk.choices:
-            return None
-        return self.output(chunk.choices[0], chunk.usage)
+        chunk = chunk_of(event)
+        return self.output(chunk.choices[0], chunk.usage) if chunk is not None else None
 
-    def output(self, choice: _Choice, usage: _Usage | None) -> SequenceOutput | None:
+    def output(self, choice: Choice, usage: Usage | None) -> SequenceOutput | None:
         token_ids = choice.token_ids or []
         reason, stop_token_id = choice.finish_reason, None
         told = None
@@ -211,13 +162,12 @@ class VllmReader:
             raise WorkerLost("the attached server aborted this sequence")
         if not token_ids and reason is None:
             return None
-        details = usage.prompt_tokens_details if usage is not None else None
-        cached = details.cached_tokens if details is not None else None
+        cached = usage.cached_tokens if usage is not None else None
         known = reason if reason in (None, "stop", "length") else "stop"
         return SequenceOutput(self._stream, token_ids, known, stop_token_id, cached, told)
 
 
-def _logprobs(found: _Logprobs, most: int) -> list[TokenLogprobs]:
+def _logprobs(found: Logprobs, most: int) -> list[TokenLogprobs]:
     tops = found.top_logprobs or [None] * len(found.tokens)
     told: list[TokenLogprobs] = []
     for token, logprob, top in zip(found.tokens, found.token_logprobs, tops, strict=True):
