@@ -5,8 +5,8 @@ over its share. A tenant within its share never loses a block to one that is not
 divided, while there is not enough for all, between the tenants with a limit, by their limits, and all others together,
 who count as 1: so a limit of 0.1 means a tenth of it at most, and less where others have limits too.
 
-Blocks stay in the group that their tenant belonged to when they came. Limits come from requests and go with the last
-block; at most so many tenants have one of their own at a time, further ones are among the others.
+Blocks stay in the group that their tenant belonged to when they came. Limits come from requests; so many tenants have
+one of their own at a time, and a further one takes the place of one without blocks, or else is among the others.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ MAX_GROUPS = 1024
 class Shares:
     """`guaranteed`: tenant to fraction of the tier, together less than 1."""
 
-    num_groups = MAX_GROUPS + 1
+    num_groups = MAX_GROUPS
 
     def __init__(self, guaranteed: Mapping[str, float] | None = None) -> None:
         named = dict(guaranteed or {})
@@ -34,7 +34,7 @@ class Shares:
         self._guaranteed = [0.0, *named.values()]
         self._divided = 1.0 - total
         self._limits: dict[int, float] = {OTHERS: 1.0}
-        """By group; of groups without a tenant too, as long as they have blocks."""
+        """By group; of those whose tenant has no limit any more too, until another one takes the group."""
         self._used: dict[int, int] = {}
         """Of groups that have any."""
 
