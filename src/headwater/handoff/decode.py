@@ -18,7 +18,7 @@ from headwater.errors import HeadwaterError, ProtocolError, TransferTimeout, Wor
 from headwater.handoff.intake import Action, Arrived, CancelRead, Complete, FallBack, Intake, Read, Release, Stop
 from headwater.handoff.mover import Move, Mover, ReadOrder
 from headwater.handoff.order import prefill_order
-from headwater.handoff.patience import Pace, Patience, Progress, Prospects, patience
+from headwater.handoff.patience import Paces, Patience, Progress, Prospects, patience
 from headwater.handoff.peers import OpenLink, PrefillPeers
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.frames import BlocksReady, PrefillWaits
@@ -71,7 +71,7 @@ class DecodeSide:
         self._card = card
         self._loop = asyncio.get_running_loop()
         self._peers = PrefillPeers(open_link, self)
-        self._paces: dict[str, Pace] = {}
+        self._paces = Paces()
         self._waiting: dict[int, EngineRequest] = {}
         """Not admitted yet."""
         self._computing_until = 0.0
@@ -86,7 +86,7 @@ class DecodeSide:
         assert where is not None, "the request names no prefill worker"
         self._waiting[request.stream] = request
         num_tokens = (len(request.prompt) + len(request.resumed_tokens)) // TOKEN_ID_BYTES
-        longest_s = patience(self._expected_ms(where, num_tokens), num_tokens).hold_s
+        longest_s = patience(self._paces.expected_ms(where, num_tokens), num_tokens).hold_s
         self._port.submit_loading(request, self, longest_s + _ENGINE_SLACK_S)
 
     async def close(self) -> None:
@@ -108,7 +108,7 @@ class DecodeSide:
             self._port.loaded(stream, started.first_block)
             return
         now = self._loop.time()
-        patient = patience(self._expected_ms(request.prefill, num_tokens), num_tokens)
+        patient = patience(self._paces.expected_ms(request.prefill, num_tokens), num_tokens)
         handoff = self._open[stream] = _Handoff(
             request=request,
             where=request.prefill,
@@ -173,7 +173,7 @@ class DecodeSide:
         self._act(stream, handoff, handoff.intake.failed(error))
 
     def on_left(self, worker_id: str) -> None:
-        self._paces.pop(worker_id, None)
+        self._paces.forget(worker_id)
         self._mover.forget(worker_id)
 
     # ---- inner life
@@ -225,7 +225,7 @@ class DecodeSide:
     def _complete(self, stream: int, handoff: _Handoff, first: FirstToken) -> None:
         self.done += 1
         took_ms = (self._loop.time() - handoff.asked) * 1000
-        self._paces.setdefault(handoff.where.worker_id, Pace()).observe(handoff.num_tokens, took_ms)
+        self._paces.observe(handoff.where.worker_id, handoff.num_tokens, took_ms)
         self._port.prefilled(stream, first)
 
     def _fall_back(self, stream: int, handoff: _Handoff, num_blocks: int, reason: HeadwaterError) -> None:
@@ -239,12 +239,6 @@ class DecodeSide:
             extra={"request_id": handoff.request.request_id},
         )
         self._port.loaded(stream, num_blocks, cached=False)
-
-    def _expected_ms(self, where: RemotePrefill, num_tokens: int) -> float:
-        if where.expected_ms > 0:
-            return where.expected_ms
-        pace = self._paces.get(where.worker_id)
-        return pace.expected_ms(num_tokens) if pace is not None else 0.0
 
     def _prospects(self, handoff: _Handoff, now: float, there_s: float) -> Prospects:
         as_expected = now - handoff.asked + there_s <= handoff.patience.total_s

@@ -11,6 +11,8 @@ it unless computing here is cheaper by far, or the only way to be in time.
 from dataclasses import dataclass
 from math import inf
 
+from headwater.protocol.request import RemotePrefill
+
 MAX_HOLD_S = 3600.0
 """Longest time that blocks are kept for a reader."""
 _FACTOR = 2.5
@@ -127,3 +129,23 @@ class Pace:
     def expected_ms(self, num_tokens: int) -> float:
         """0: nothing was seen yet."""
         return self._ms_per_token * num_tokens
+
+
+class Paces:
+    """Of all prefill workers that this one has asked."""
+
+    def __init__(self) -> None:
+        self._by_worker: dict[str, Pace] = {}
+
+    def observe(self, worker_id: str, num_tokens: int, took_ms: float) -> None:
+        self._by_worker.setdefault(worker_id, Pace()).observe(num_tokens, took_ms)
+
+    def expected_ms(self, where: RemotePrefill, num_tokens: int) -> float:
+        """What the request says, or else what was seen; 0: nobody knows."""
+        if where.expected_ms > 0:
+            return where.expected_ms
+        pace = self._by_worker.get(where.worker_id)
+        return pace.expected_ms(num_tokens) if pace is not None else 0.0
+
+    def forget(self, worker_id: str) -> None:
+        self._by_worker.pop(worker_id, None)

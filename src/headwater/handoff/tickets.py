@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from headwater.engines.base import Engine
 from headwater.errors import HeadwaterError, ProtocolError, TransferTimeout, WorkerError
 from headwater.handoff.order import prefill_order
-from headwater.handoff.patience import Pace, patience
+from headwater.handoff.patience import Paces, patience
 from headwater.handoff.peers import OpenLink, PrefillPeers
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.frames import BlocksReady, PrefillWaits
@@ -48,7 +48,7 @@ class TicketSide:
         self._card = card
         self._loop = asyncio.get_running_loop()
         self._peers = PrefillPeers(open_link, self)
-        self._paces: dict[str, Pace] = {}
+        self._paces = Paces()
         self._waiting: dict[int, _Waiting] = {}
 
     def submit(self, request: EngineRequest) -> None:
@@ -58,9 +58,7 @@ class TicketSide:
         if where is None or len(self._waiting) >= _MAX_WAITING or num_tokens <= self._card.block_size:
             self._engine.submit([request])
             return
-        pace = self._paces.get(where.worker_id)
-        expected_ms = where.expected_ms or (pace.expected_ms(num_tokens) if pace is not None else 0.0)
-        limit = patience(expected_ms, num_tokens)
+        limit = patience(self._paces.expected_ms(where, num_tokens), num_tokens)
         timer = self._loop.call_later(limit.total_s, self._late, request.stream, limit.total_s)
         self._waiting[request.stream] = _Waiting(request, where, self._loop.time(), num_tokens, timer)
         self._peers.ask(where, prefill_order(request, where, self._card, 0, limit.hold_s))
@@ -93,7 +91,7 @@ class TicketSide:
             waiting = self._leave(stream)
             self.done += 1
             took_ms = (self._loop.time() - waiting.asked) * 1000
-            self._paces.setdefault(waiting.where.worker_id, Pace()).observe(waiting.num_tokens, took_ms)
+            self._paces.observe(waiting.where.worker_id, waiting.num_tokens, took_ms)
             waiting.request.ticket = output.ticket
             self._engine.submit([waiting.request])
 
@@ -101,7 +99,7 @@ class TicketSide:
         self._go_on(stream, error)
 
     def on_left(self, worker_id: str) -> None:
-        self._paces.pop(worker_id, None)
+        self._paces.forget(worker_id)
 
     # ---- inner life
 
@@ -117,7 +115,7 @@ class TicketSide:
         _log.warning(
             "prefilling here: worker %s gave no ticket: %s",
             waiting.where.worker_id,
-            reason,
+            str(reason),  # whoever keeps the record is not to keep what the error was raised in
             extra={"request_id": waiting.request.request_id},
         )
         self._engine.submit([waiting.request])
