@@ -55,8 +55,6 @@ class PairedSide:
         self._fail = fail
         self._peers = PrefillPeers(open_link, self)
         self._open: dict[int, _Pair] = {}
-        self._begun: set[int] = set()
-        """Their first token is there; the prefill worker has not told its end."""
 
     def submit(self, request: EngineRequest) -> None:
         """Take a request that names a prefill worker."""
@@ -86,9 +84,8 @@ class PairedSide:
                     output.error = _as_handoff(output.error)
                 elif output.token_ids or output.finish_reason is not None:
                     self._open.pop(stream).timer.cancel()
-                    self._begun.add(stream)
                     self.done += 1
-            if output.finish_reason is not None and stream in self._begun:
+            if output.finish_reason is not None:
                 self._end(stream)
 
     def abort(self, streams: Iterable[int]) -> None:
@@ -99,7 +96,6 @@ class PairedSide:
         for pair in self._open.values():
             pair.timer.cancel()
         self._open.clear()
-        self._begun.clear()
         await self._peers.close()
 
     # ---- from prefill workers
@@ -114,7 +110,6 @@ class PairedSide:
         if output.error is not None:
             self._refused(output.stream, output.error)
         elif output.finish_reason is not None:
-            self._begun.discard(output.stream)
             self._peers.release(output.stream)
 
     def on_lost(self, stream: int, error: HeadwaterError) -> None:
@@ -153,7 +148,6 @@ class PairedSide:
         pair = self._open.pop(stream, None)
         if pair is not None:
             pair.timer.cancel()
-        self._begun.discard(stream)
         self._peers.release(stream)
 
 
