@@ -177,6 +177,18 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     run_leak_checked(check())
 
 
+@pytest.mark.parametrize("expected_ms", [1e12, float("inf")])
+def test_patience_is_bounded_whatever_was_expected(monkeypatch: pytest.MonkeyPatch, expected_ms: float) -> None:
+    monkeypatch.setattr(paired, "MAX_HOLD_S", 0.05)
+
+    async def check() -> None:
+        async with stage() as play:
+            await play.submit(1, expected_ms=expected_ms)
+            await eventually(lambda: 1 in play.failed, "it is given up")
+
+    run_leak_checked(check())
+
+
 def test_an_abort_reaches_the_other_half_and_nothing_is_told() -> None:
     async def check() -> None:
         async with stage() as play:
@@ -200,5 +212,6 @@ def test_a_prefill_worker_that_does_not_say_where_it_listens_is_not_asked(bootst
             await eventually(lambda: 1 in play.failed, "it is told")
             assert play.engine == []
             assert play.halves == []
+            assert play.side.failed == 1
 
     run_leak_checked(check())

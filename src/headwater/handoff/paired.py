@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headwater.errors import ContextTooLong, HandoffFailed, HeadwaterError, InvalidRequest
+from headwater.handoff.patience import MAX_HOLD_S
 from headwater.handoff.peers import OpenLink, PrefillPeers
 from headwater.protocol.frames import BlocksReady, PrefillWaits
 from headwater.protocol.request import EngineRequest, ErrorInfo, Pairing, RemotePrefill, SequenceOutput
@@ -63,11 +64,12 @@ class PairedSide:
         stream, loop = request.stream, asyncio.get_running_loop()
         address = _host_and_port(where.bootstrap)
         if address is None:
+            self.failed += 1
             error = HandoffFailed(f"worker {where.worker_id} does not say where its engine hands over")
             loop.call_soon(self._fail, stream, error)
             return
         request.pairing = Pairing(*address, secrets.randbits(_ROOM_BITS), where.frontend_id)
-        patience_s = max(_LEAST_PATIENCE_S, _PATIENCE_FACTOR * where.expected_ms / 1e3)
+        patience_s = min(MAX_HOLD_S, max(_LEAST_PATIENCE_S, _PATIENCE_FACTOR * where.expected_ms / 1e3))
         self._open[stream] = _Pair(where, loop.call_later(patience_s, self._late, stream, patience_s))
         order = msgspec.structs.replace(request, prefill=None, expected_cached_tokens=where.expected_cached_tokens)
         self._peers.ask(where, order)
