@@ -124,8 +124,9 @@ class Frontend:
             planning_settings(config.disaggregation),
         )
         self.dispatcher.prefills.is_loose = self.planning.is_loose
-        keeps = config.faults.resume_time > 0 and meeting_folder is not None
-        self._neighbours = Neighbours(meeting_folder, frontend_id) if keeps and meeting_folder is not None else None
+        self._neighbours: Neighbours | None = None
+        if meeting_folder is not None and config.faults.resume_time > 0:
+            self._neighbours = Neighbours(meeting_folder, frontend_id)
         self._resumption = Resumption(ResumptionLimits(config.faults.resume_time), metrics.faults, self._neighbours)
         routes = [*self._admin_routes(frontend_id, metrics), *self._api_routes()]
         self.application = Application(
@@ -221,10 +222,11 @@ class Frontend:
 
         `succeeded`: another frontend has the port now, and may be asked for answers that are kept here.
         """
+        ends_at = asyncio.get_running_loop().time() + timeout_s
         self.application.draining = True
         complete = await self.server.stop(timeout_s)
         if succeeded and self._neighbours is not None:
-            await self._resumption.settle(timeout_s)
+            await self._resumption.settle(ends_at)
         self._resumption.close()
         if self._neighbours is not None:
             self._neighbours.close()

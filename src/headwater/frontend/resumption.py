@@ -228,10 +228,11 @@ class Resumption:
             return False
         return request.forwarded or given.strip(b"0") != b"" or _asked_key(request) in self._kept
 
-    async def settle(self, within_s: float) -> None:
-        """Until nobody may come back any more: no longer than answers are kept."""
-        deadline = asyncio.get_running_loop().time() + min(within_s, self.limits.keep_s)
-        while self._kept and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 - they end in many ways
+    async def settle(self, ends_at: float) -> None:
+        """Until nobody may come back any more: no longer than answers are kept, nor beyond that time of the loop."""
+        loop = asyncio.get_running_loop()
+        ends_at = min(ends_at, loop.time() + self.limits.keep_s)
+        while self._kept and loop.time() < ends_at:  # noqa: ASYNC110 - they end in many ways
             await asyncio.sleep(_LOOK_S)
 
     async def _ask_neighbours(
