@@ -51,7 +51,7 @@ class PortOwner(Protocol):
     def abort(self, streams: Sequence[int]) -> None: ...
 
     def hand_over(self, stream: OpenStream, tokens: "array[int]", params: dict[str, Any] | None) -> None:
-        """To vLLM. Raises a `HeadwaterError` to refuse it."""
+        """To vLLM. Raises a `HeadwaterError` to refuse it, after `unsent`."""
         ...
 
     def deliver(self, outputs: Sequence[SequenceOutput]) -> None: ...
@@ -229,6 +229,8 @@ class StagingPort:
 
     def unsent(self, stream: int) -> None:
         """vLLM does not get this request after all."""
+        if stream in self._loads:
+            self._drop_load(stream)
         export = self._exports.get(stream)
         if export is not None:
             export.writers.clear()
@@ -325,7 +327,6 @@ class StagingPort:
         try:
             self._owner.hand_over(load.stream, load.tokens, params if num_filled else None)
         except HeadwaterError as error:
-            self._drop_load(stream)
             self._owner.end(stream, error)
 
     def _drop_load(self, stream: int) -> None:

@@ -96,8 +96,7 @@ class Staging:
         """None: there is not room for so many now."""
         if count > len(self._free):
             return None
-        taken = [self._free.pop() for _ in range(count)]
-        return taken
+        return [self._free.pop() for _ in range(count)]
 
     def give_back(self, slots: Sequence[int]) -> None:
         self._free += slots
