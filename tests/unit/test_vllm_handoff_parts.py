@@ -369,6 +369,23 @@ def test_a_load_that_takes_too_long_ends_and_goes_on_with_what_came(connector: M
     run(connector, scenario)
 
 
+def test_what_vllm_does_not_get_after_all_gives_its_slots_back(connector: ModuleType) -> None:
+    """A grammar is checked on a thread, after the request was handed over."""
+
+    async def scenario(prefill: Stand, decode: Stand) -> None:
+        await loading(decode, 2, tokens_of(40))
+        decode.port.prefilled(2, FirstToken(0))
+        assert (len(decode.handed), decode.staging.num_free) == (1, NUM_SLOTS - 10)
+        decode.port.unsent(2)
+        assert (decode.port.loading, decode.staging.num_free) == (False, NUM_SLOTS)
+        prefill.submit([request_of(1, tokens_of(40), 0)])
+        assert prefill.staging.num_free == NUM_SLOTS - 10
+        prefill.port.unsent(1)
+        assert prefill.staging.num_free == NUM_SLOTS
+
+    run(connector, scenario)
+
+
 def test_an_aborted_load_keeps_its_slots_until_its_loader_stops(connector: ModuleType) -> None:
     async def scenario(prefill: Stand, decode: Stand) -> None:
         loader = await loading(decode, 2, tokens_of(40))
@@ -401,6 +418,34 @@ def test_slots_are_free_when_a_readers_time_is_up(connector: ModuleType) -> None
         assert prefill.staging.num_free == NUM_SLOTS - 10
         prefill.serve()
         await eventually(lambda: prefill.staging.num_free == NUM_SLOTS, "nobody has to say so")
+
+    run(connector, scenario)
+
+
+def test_after_a_block_that_was_not_copied_none_is_told_of(connector: ModuleType) -> None:
+    """What lies in its slot is somebody else's."""
+
+    async def scenario(prefill: Stand, decode: Stand) -> None:
+        copier = prefill.workers[0]._worker._copier
+        gather, waits = copier.gather, [failing]
+
+        def gather_once_in_vain(block_ids: list[int]) -> Any:
+            buffer, wait = gather(block_ids)
+            return buffer, waits.pop() if waits else wait
+
+        copier.gather = gather_once_in_vain
+        reader = Outsider()
+        prefill.port.read(1, reader)
+        prefill.submit([request_of(1, tokens_of(40), 0, hold_s=0.1)])
+        prefill.serve()
+        await eventually(lambda: 1 in prefill.errors, "its reader's time is up")
+        assert (waits, reader.exported) == ([], [])
+        assert not prefill.workers[0]._worker._broken
+        assert len((await exported(prefill, 2, tokens_of(40))).readable) == 10
+        prefill.port.release(2)
+
+    def failing() -> None:
+        raise RuntimeError("the device is gone")
 
     run(connector, scenario)
 

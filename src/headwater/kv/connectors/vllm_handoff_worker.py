@@ -54,6 +54,8 @@ class HandoffWorker:
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="kv-handoff")
         self._copier: BlockCopier | None = None
         self._loads: deque[tuple[SlotLoad, int]] = deque()
+        self._broken: set[int] = set()
+        """Streams of which a block is not in its slot, so that none after it is told of. The teller's own."""
 
     def close(self) -> None:
         self._teller.shutdown()
@@ -103,11 +105,22 @@ class HandoffWorker:
     def end(self, streams: Sequence[int]) -> None:
         """Nothing more of these is written; told after all that was."""
         for stream in streams:
-            self._teller.submit(self._tell, Ended(self._rank, stream))
+            self._teller.submit(self._end, Ended(self._rank, stream))
 
     def _put(self, buffer: torch.Tensor, wait: Callable[[], None], slots: list[int], news: Exported) -> None:
-        wait()
-        self._slots.index_copy_(0, torch.tensor(slots), buffer)
+        if news.stream in self._broken:
+            return
+        try:
+            wait()
+            self._slots.index_copy_(0, torch.tensor(slots), buffer)
+        except RuntimeError as error:
+            _log.warning("KV blocks for another worker could not be copied to their slots: %s", error)
+            self._broken.add(news.stream)
+            return
+        self._tell(news)
+
+    def _end(self, news: Ended) -> None:
+        self._broken.discard(news.stream)
         self._tell(news)
 
     def _tell(self, news: News) -> None:
