@@ -25,6 +25,7 @@ from headwater.kv.node.address import default_socket
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.open import NodeOptions, parse_disk, serve_store
 from headwater.kv.node.peering import Address, PeeringOptions, parse_address, read_key
+from headwater.kv.node.server import answers
 from headwater.kv.stores.disk import DiskOptions
 from headwater.kv.stores.ledgered import TierOptions
 from headwater.logs import configure_logging
@@ -169,7 +170,7 @@ def _running_store() -> Path:
     """The one store of this user on this host. Which of several is meant has to be said."""
     found = [Path(cluster.store) for cluster in running_clusters() if cluster.store]
     usual = default_socket()
-    if usual.exists() or not found:
+    if not found or (usual not in found and answers(usual)):
         found.insert(0, usual)
     if len(found) > 1:
         raise ConfigError(

@@ -37,6 +37,7 @@ from headwater.logs import configure_logging
 from headwater.protocol.cluster import Instance
 from headwater.runtime.loopback import is_loopback
 from headwater.runtime.registry.open import open_registry
+from headwater.tiers.socket import store_socket
 from headwater.worker.roles import num_workers
 
 _log = logging.getLogger("headwater.serve")
@@ -128,7 +129,8 @@ def placed(config: ServeConfig, port: int, folder: ClusterFolder) -> ServeConfig
     url = base_url(config.frontend.host, port, tls=bool(cert))
     config = msgspec.structs.replace(config, workers=len(config.engine.attach) or num_workers(config))
     kv = _store_placed(config.kv, folder.path)
-    store = kv.kv_socket if kv.own_store and kv.kv_socket else ""
+    socket = store_socket(kv) if kv.own_store else None
+    store = str(socket.absolute()) if socket else ""
     folder.publish(
         ClusterRecord(pid=os.getpid(), url=url, registry=registry, started=time.time(), key=key, cert=cert, store=store)
     )

@@ -1,15 +1,23 @@
-"""`headwater kv warm --prompts`: a server computes prompts, once each. The other verbs are in the cluster tests."""
+"""Which store the verbs of `headwater kv` ask, and `warm --prompts`: a server computes prompts, once each. The other
+verbs are in the cluster tests."""
 
 import json
+import os
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from headwater.cli.kv import _running_store
 from headwater.cli.main import main
+from headwater.deploy.clusters import ClusterRecord, cluster_folder
+from headwater.errors import ConfigError
+from headwater.kv.node.address import default_socket
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -68,3 +76,20 @@ def test_a_line_that_does_not_work_is_named(
     file.write_text(f'{{"prompt": "fine"}}\n{line}\n')
     assert warm(server, file) != 0
     assert "line 2" in capsys.readouterr().err
+
+
+def test_the_one_store_that_runs_here_is_meant(monkeypatch: pytest.MonkeyPatch, run_folder: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(run_folder))
+    usual = default_socket()
+    assert _running_store() == usual, "none that is known runs here"
+    with cluster_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
+        record = ClusterRecord(os.getpid(), "http://127.0.0.1:1", "", 1.0, store="/elsewhere/kv.sock")
+        folder.publish(record)
+        assert _running_store() == Path("/elsewhere/kv.sock")
+        listener.bind(str(usual))
+        assert _running_store() == Path("/elsewhere/kv.sock"), "the other one was left behind by a store that died"
+        listener.listen()
+        with pytest.raises(ConfigError, match="2 KV stores run here"):
+            _running_store()
+        folder.publish(msgspec.structs.replace(record, store=str(usual)))
+        assert _running_store() == usual, "one store, and two ways to find it"

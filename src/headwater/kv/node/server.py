@@ -266,14 +266,15 @@ def _listen(path: Path) -> socket.socket:
 
 def check_free(path: Path) -> None:
     """Raises `ConfigError` when a store listens there."""
-    if path.exists() and _answers(path):
+    if answers(path):
         raise ConfigError(
             f"another store serves {path} already",
             hint="`headwater kv stat` shows it; --socket, for `headwater serve` --kv-socket, names another place",
         )
 
 
-def _answers(path: Path) -> bool:
+def answers(path: Path) -> bool:
+    """Whether anybody listens there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
         probe.settimeout(1.0)
         probe.connect(str(path))
