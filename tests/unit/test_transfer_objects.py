@@ -7,11 +7,12 @@ from pathlib import Path
 
 import obstore
 import pytest
+from obstore.exceptions import GenericError
 from obstore.store import LocalStore
 
 from headwater.errors import ConfigError, RegionGone, TransferError, TransferRefused, TransferTimeout
 from headwater.transfer.agent import Agent
-from headwater.transfer.backends.object import ObjectBackend
+from headwater.transfer.backends.object import ObjectBackend, OpenStore
 from headwater.transfer.objects import ObjectRange, locate
 from headwater.transfer.options import AgentOptions
 
@@ -30,8 +31,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def agent(name: str, folder: Path, *readable: str) -> Iterator[Agent]:
-    backend = ObjectBackend(readable, open_store=lambda url: LocalStore(folder))
+def agent(name: str, folder: Path, *readable: str, open_store: OpenStore | None = None) -> Iterator[Agent]:
+    backend = ObjectBackend(readable, open_store=open_store or (lambda url: LocalStore(folder)))
     with Agent(name, AgentOptions(key=KEY), backends=[backend]) as made:
         yield made
 
@@ -81,6 +82,43 @@ def test_objects_that_are_gone_or_too_short_are_errors_and_writing_is_refused(fo
             here.write(local.blocks([0]), gone.blocks([0])).run()
         with pytest.raises(TransferRefused):
             here.register(ObjectRange(URL, 0, BLOCK), access="both")
+
+
+def test_a_store_that_cannot_be_opened_is_an_error_of_the_transfer(folder: Path) -> None:
+    def unset(url: str) -> object:
+        raise GenericError(f"{url}: account must be specified")
+
+    with agent("here", folder, open_store=unset) as here:
+        here.add_peer(here.card())
+        local = here.allocate(BLOCK, block_bytes=BLOCK)
+        source = here.register(ObjectRange(URL, 0, BLOCK), access="read")
+        with pytest.raises(TransferError, match="cannot be read: GenericError"):
+            here.read(local.blocks([0]), source.blocks([0])).run()
+
+
+def test_reads_that_nobody_waits_for_are_not_begun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many stores hang: what comes later does not wait for what was given up."""
+    answer = threading.Event()
+    asked: list[str] = []
+
+    def hanging(store: object, key: str, *, starts: list[int], ends: list[int]) -> list[bytes]:
+        asked.append(key)
+        answer.wait(20.0)
+        return [CONTENT[start:end] for start, end in zip(starts, ends, strict=True)]
+
+    monkeypatch.setattr(obstore, "get_ranges", hanging)
+    with agent("here", folder) as here:
+        here.add_peer(here.card())
+        local = here.allocate(BLOCK, block_bytes=BLOCK)
+        source = here.register(ObjectRange(URL, 0, BLOCK), access="read")
+        for _ in range(12):
+            with pytest.raises(TransferTimeout):
+                here.read(local.blocks([0]), source.blocks([0]), timeout_s=0.05).run()
+        begun = len(asked)
+        answer.set()
+        here.read(local.blocks([0]), source.blocks([0])).run()
+        assert begun < 12
+        assert len(asked) == begun + 1
 
 
 def test_a_store_that_does_not_answer_ends_with_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

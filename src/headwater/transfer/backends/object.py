@@ -5,6 +5,7 @@ Read-only. An agent reads what it registered itself; what peers name only within
 A read that comes short is an error, and nothing of it is kept.
 """
 
+import contextlib
 import importlib.util
 import threading
 from collections.abc import Callable, Sequence
@@ -89,7 +90,7 @@ class ObjectBackend:
                 self._stores[url] = self._open_store(url)
             return self._stores[url]
 
-    def submit(self, work: Callable[[], Any]) -> "Future[Any]":
+    def submit(self, work: Callable[[], list[Any]]) -> "Future[list[Any]]":
         with self._lock:
             if self._readers is None:
                 self._readers = ThreadPoolExecutor(2 * _LANES, thread_name_prefix="object")
@@ -132,22 +133,24 @@ class ObjectLink:
         return _Step(region, remote, starts, ends, views)
 
     def move(self, step: _Step, stop: Stop) -> None:
-        location: Location = step.remote.state[1]
-        future = self._backend.submit(lambda: _read(self._backend.store(location.store), location.key, step))
-        while True:
-            stop.check()
-            if self._closed:
-                raise TransferError("the link was closed")
-            try:
-                parts = future.result(min(_LOOK_S, stop.remaining_s))
-                break
-            except FutureTimeout:
-                continue
+        future = self._backend.submit(lambda: _read(self._backend, step))
+        try:
+            parts = self._result(future, stop)
+        finally:
+            future.cancel()  # whoever has not begun is not to keep others from it
         with step.region.hold, step.remote.hold:
             _scatter(parts, step)
 
     def close(self) -> None:
         self._closed = True
+
+    def _result(self, future: "Future[list[Any]]", stop: Stop) -> list[Any]:
+        while True:
+            stop.check()
+            if self._closed:
+                raise TransferError("the link was closed")
+            with contextlib.suppress(FutureTimeout):
+                return future.result(min(_LOOK_S, stop.remaining_s))
 
 
 def _open(url: str) -> Any:
@@ -156,16 +159,18 @@ def _open(url: str) -> Any:
     return from_url(url, client_options={"timeout": _REQUEST, "read_timeout": _STALL, "allow_http": True})
 
 
-def _read(store: Any, key: str, step: _Step) -> list[Any]:
+def _read(backend: ObjectBackend, step: _Step) -> list[Any]:
     import obstore
     from obstore.exceptions import BaseError, NotFoundError
 
+    location: Location = step.remote.state[1]
     try:
-        return list(obstore.get_ranges(store, key, starts=step.starts, ends=step.ends))
+        store = backend.store(location.store)
+        return list(obstore.get_ranges(store, location.key, starts=step.starts, ends=step.ends))
     except (NotFoundError, FileNotFoundError):
-        raise RegionGone(f"there is no object {key} (any more)") from None
+        raise RegionGone(f"there is no object {location.key} (any more)") from None
     except (BaseError, OSError, ValueError) as error:
-        raise TransferError(f"object {key} cannot be read: {type(error).__name__}") from None
+        raise TransferError(f"object {location.key} cannot be read: {type(error).__name__}") from None
 
 
 def _scatter(parts: Sequence[Any], step: _Step) -> None:
