@@ -67,6 +67,18 @@ def test_a_peer_is_read_from_within_the_given_prefixes_only(folder: Path) -> Non
             strict.read(local.blocks([0]), source.blocks([0])).run()
 
 
+def test_what_an_agent_does_not_offer_any_more_is_no_longer_its_own(folder: Path) -> None:
+    with agent("there", folder) as there, agent("here", folder) as here:
+        here.add_peer(here.card())
+        here.add_peer(there.card())
+        local = here.allocate(BLOCK, block_bytes=BLOCK)
+        own, other = [one.register(ObjectRange(URL, 0, BLOCK), access="read") for one in (here, there)]
+        here.read(local.blocks([0]), own.blocks([0])).run()
+        here.unregister(own, timeout_s=5.0)
+        with pytest.raises(TransferRefused, match="outside the prefixes"):
+            here.read(local.blocks([0]), other.blocks([0])).run()
+
+
 def test_objects_that_are_gone_or_too_short_are_errors_and_writing_is_refused(folder: Path) -> None:
     with agent("here", folder) as here:
         here.add_peer(here.card())

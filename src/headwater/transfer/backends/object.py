@@ -45,7 +45,8 @@ class ObjectBackend:
     def __init__(self, readable: Sequence[str] = (), open_store: OpenStore | None = None) -> None:
         self._readable = check_prefixes(readable)
         self._open_store = open_store or _open
-        self._own: set[str] = set()
+        self._own: dict[int, str] = {}
+        """URLs by region."""
         self._stores: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._readers: ThreadPoolExecutor | None = None
@@ -63,11 +64,13 @@ class ObjectBackend:
         origin = region.buffer.origin
         if not isinstance(origin, ObjectRange):
             raise LinkUnavailable(f"region {region.card.id} is no object")
-        self._own.add(origin.url)
+        with self._lock:
+            self._own[region.card.id] = origin.url
         return Grant(offer=_encode(origin))
 
     def forget(self, region: Region) -> None:
-        """Nothing is kept per region."""
+        with self._lock:
+            self._own.pop(region.card.id, None)
 
     def close(self) -> None:
         with self._lock:
@@ -78,7 +81,9 @@ class ObjectBackend:
     def check(self, url: str) -> Location:
         """Where it lies. Raises `TransferRefused` if it is not to be read."""
         location = locate(url)
-        if url not in self._own and not url.startswith(self._readable or ("\0",)):
+        with self._lock:
+            own = url in self._own.values()
+        if not own and not url.startswith(self._readable or ("\0",)):
             raise TransferRefused("a peer named an object outside the prefixes that may be read here")
         return location
 
