@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from api_client import CHAT, Connection
+from api_client import CHAT, Connection, Reply
 from scripted_worker import ScriptedWorker, until
 from test_frontend_http import Running, running
 
@@ -288,6 +288,48 @@ def test_keys_hold_behind_the_back_door_too(demo_model: ResolvedModel, tmp_path:
             reply = await Connection(reader, writer).ask("POST", "/v1/chat/completions", CHAT, last_event_id="0")
             assert reply.status == 401
             writer.close()
+
+    uvloop.run(main())
+
+
+def test_a_key_that_only_holds_here_yet_is_served_here(demo_model: ResolvedModel, tmp_path: Path) -> None:
+    async def main() -> None:
+        meeting = tmp_path / "m"
+        async with (
+            running(demo_model, meeting_folder=meeting, api_key=("old-key",)) as one,
+            running(demo_model, beside=one, meeting_folder=meeting, api_key=("old-key", "new-key")) as other,
+        ):
+            worker = await one.worker()
+            await until(lambda: other.frontend.models.ready, 30)
+            asked = {"x_request_id": "w", "last_event_id": "0", "authorization": "Bearer new-key"}
+            reply = await other.ask("POST", "/v1/chat/completions", CHAT, **asked)
+            assert reply.status == 200
+            assert len(worker.requests) == 1
+
+    uvloop.run(main())
+
+
+def test_a_first_request_sent_twice_starts_one_answer_while_others_are_asked(
+    demo_model: ResolvedModel, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with running(demo_model, meeting_folder=tmp_path / "m") as it:
+            worker = await it.worker(answers=False)
+            doors: list[asyncio.StreamWriter] = []
+            slow = await asyncio.start_unix_server(lambda _, door: doors.append(door), tmp_path / "m" / "slow.sock")
+            async with slow, it.connection() as first, it.connection() as second:
+                for connection in (first, second):
+                    headers = {"x_request_id": "mine", "last_event_id": "0"}
+                    await connection.send("POST", "/v1/chat/completions", STREAM, **headers)
+                await until(lambda: len(doors) == 2)
+                for door in doors:
+                    door.close()
+                await until(lambda: it.frontend.dispatcher.faults.resumed == 1)
+                generate(worker, 0, 6, end=True)
+                answers = await asyncio.gather(first.read(), second.read(), return_exceptions=True)
+                (whole,) = [answer for answer in answers if isinstance(answer, Reply)]
+                assert events_of(whole.body)[-1][1] == "[DONE]"
+                assert len(worker.requests) == 1
 
     uvloop.run(main())
 

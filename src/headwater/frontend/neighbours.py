@@ -3,7 +3,7 @@
 They share a port, so a client that comes back lands anywhere. Each listens on a Unix socket in a folder closed to other
 users; a request for an answer that is not kept here is passed on, with the client's own key, to one after the other
 until one has it. What comes over such a socket is never passed on again, and starts nothing: who does not keep the
-answer says 421. Frontends of other hosts are not found this way.
+answer says 421, and who does not know the key 401. Frontends of other hosts are not found this way.
 """
 
 import asyncio
@@ -21,6 +21,8 @@ from headwater.runtime.endpoints import ensure_private
 logger = logging.getLogger(__name__)
 
 NOT_KEPT = 421
+_NOT_FROM_THERE = frozenset((NOT_KEPT, 401, 403))
+"""Who has not read yet of a key that holds here keeps no answer of it either."""
 _CLIENT = b"x-headwater-client"
 _ANSWER_WITHIN_S = 5.0
 _PIECE_BYTES = 64 * 1024
@@ -29,6 +31,7 @@ _SLOW_READER_S = 0.02
 _BACKLOG = 128
 _OURS_TO_SAY = frozenset((b"date", b"x-request-id", b"content-length", b"transfer-encoding", b"connection"))
 """Headers that every hop writes for itself."""
+_NOT_PASSED_ON = _OURS_TO_SAY | {b"expect", _CLIENT}
 
 
 def folder_for(run_folder: Path, registry_url: str) -> Path:
@@ -97,7 +100,7 @@ async def _ask(path: Path, request: HttpRequest, responder: Responder) -> bool:
                 relay.feed(data)
         if not relay.began:
             raise ConnectionResetError("it closed the connection")
-        if relay.status == NOT_KEPT:
+        if not relay.kept:
             return False
         responder.on_disconnect(writer.transport.abort)
         await _relay_rest(reader, relay, responder)
@@ -119,7 +122,7 @@ async def _relay_rest(reader: asyncio.StreamReader, relay: "_Relay", responder: 
 def _message(request: HttpRequest) -> bytes:
     """The request again, of which the client's own words matter: its key, the id and the number it gave."""
     target = request.path.encode() + (b"?" + request.query.encode() if request.query else b"")
-    kept = [(name, value) for name, value in request.headers.items() if name not in (*_OURS_TO_SAY, b"expect", _CLIENT)]
+    kept = [(name, value) for name, value in request.headers.items() if name not in _NOT_PASSED_ON]
     kept.append((b"x-request-id", request.headers.get(b"x-request-id", b"")))
     kept.append((_CLIENT, request.client.encode()))
     lines = [b"%b %b HTTP/1.1" % (request.method.encode(), target), *(b"%b: %b" % header for header in kept)]
@@ -136,9 +139,17 @@ class _Relay:
         self._headers: list[tuple[bytes, bytes]] = []
         self._streamed = False
         self._body: list[bytes] = []
-        self.status = 0
-        self.began = False
+        self._status = 0
         self.complete = False
+
+    @property
+    def began(self) -> bool:
+        return self._status > 0
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is an answer for the client."""
+        return self._status not in _NOT_FROM_THERE
 
     def feed(self, data: bytes) -> None:
         try:
@@ -154,22 +165,21 @@ class _Relay:
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        self.status = self._parser.get_status_code()
-        self.began = True
-        if self._streamed and self.status != NOT_KEPT:
-            self._responder.start(self.status, tuple(self._headers))
+        self._status = self._parser.get_status_code()
+        if self._streamed and self.kept:
+            self._responder.start(self._status, tuple(self._headers))
 
     def on_body(self, data: bytes) -> None:
-        if self._streamed:
+        if self._streamed and self.kept:
             self._responder.write(data)
         else:
             self._body.append(data)
 
     def on_message_complete(self) -> None:
         self.complete = True
-        if self.status == NOT_KEPT:
+        if not self.kept:
             return
         if self._streamed:
             self._responder.finish()
         else:
-            self._responder.send(self.status, tuple(self._headers), b"".join(self._body))
+            self._responder.send(self._status, tuple(self._headers), b"".join(self._body))

@@ -202,15 +202,10 @@ class Resumption:
         """The handler of an endpoint whose answers may be kept."""
 
         def handle(request: HttpRequest, responder: Responder) -> Awaitable[None] | None:
-            given = request.headers.get(_HEADER)
-            if given is None or not self.limits.keep_s:
+            if _HEADER not in request.headers or not self.limits.keep_s:
                 return handler(request, responder)
             try:
-                after = _event_number(given)
-                known = self._kept.get(_asked_key(request))
-                if known is not None:
-                    known.attach(responder, after)
-                    self._metrics.resumed += 1
+                if self._attach(request, responder):
                     return None
             except HeadwaterError as error:
                 reply_for(error).send_to(responder)
@@ -238,11 +233,21 @@ class Resumption:
     async def _ask_neighbours(
         self, neighbours: Neighbours, request: HttpRequest, responder: Responder, handler: Handler
     ) -> None:
-        if await neighbours.relay(request, responder):
-            return
+        if await neighbours.relay(request, responder) or self._attach(request, responder):
+            return  # the same request may have come twice while they were asked
         answering = self._not_kept(request, responder, handler)
         if answering is not None:
             await answering
+
+    def _attach(self, request: HttpRequest, responder: Responder) -> bool:
+        """To the answer that is kept here, if it is. Raises `InvalidRequest`."""
+        after = _event_number(request.headers[_HEADER])
+        known = self._kept.get(_asked_key(request))
+        if known is None:
+            return False
+        known.attach(responder, after)
+        self._metrics.resumed += 1
+        return True
 
     def _not_kept(self, request: HttpRequest, responder: Responder, handler: Handler) -> Awaitable[None] | None:
         """The first request of an answer, or one that comes too late or to the wrong frontend."""
