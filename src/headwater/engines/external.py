@@ -31,6 +31,7 @@ from headwater.errors import (
     Overloaded,
     WorkerLost,
 )
+from headwater.kv.identity import chain_block_ids, split_block_ids
 from headwater.kv.resident import ResidentBlocks
 from headwater.protocol.events import LoadReport, StepTiming, WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
@@ -186,11 +187,61 @@ class ExternalEngine(ABC):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.close_engine()
 
-    # ---- what a subclass reports
+    # ---- what a subclass may ask
+
+    @property
+    def info(self) -> EngineInfo:
+        """Once it is open."""
+        assert self._info is not None
+        return self._info
+
+    @property
+    def default_namespace(self) -> bytes:
+        """Of requests that bring none, once it is open."""
+        assert self._limits is not None
+        return self._limits.namespace
 
     @property
     def resident(self) -> ResidentBlocks:
+        """What the other side says it has, on the device."""
         return self._resident
+
+    def block_ids(self, request: EngineRequest) -> bytes:
+        """Of the prompt's full blocks."""
+        key = request.namespace or self.default_namespace
+        return request.block_ids or chain_block_ids(key, request.prompt, self.info.card.block_size)
+
+    def num_resident(self, block_ids: bytes) -> int:
+        """How many of these ids of one chain, from its start, the other side says it has."""
+        count = 0
+        for block_id in split_block_ids(block_ids):
+            if block_id not in self._resident:
+                break
+            count += 1
+        return count
+
+    def num_beyond_slots(self, num_said: int) -> int:
+        """Open streams that wait: what is sent runs as far as the slots go, unless it was last said that more waits."""
+        num_open = len(self.open)
+        return min(num_open, max(num_open - self.info.max_num_seqs, num_said))
+
+    def load_report(self, *, num_running: int, num_waiting: int, kv_blocks_free: int) -> LoadReport:
+        """What the other side has told, and what is counted here."""
+        totals = self.totals
+        return LoadReport(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            waiting_prefill_tokens=sum(s.num_prompt_tokens for s in self.open.values() if not s.num_generated),
+            kv_blocks_total=self.info.kv_blocks,
+            kv_blocks_free=kv_blocks_free,
+            steps=totals.steps,
+            preemptions=totals.preemptions,
+            cached_tokens=totals.cached_tokens,
+            prompt_tokens=totals.prompt_tokens,
+            generated_tokens=totals.generated_tokens,
+        )
+
+    # ---- what a subclass reports
 
     @property
     def closed(self) -> bool:

@@ -41,7 +41,7 @@ from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
 from headwater.engines.pace import Pace
 from headwater.engines.texts import ModelTexts
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InvalidRequest, Unavailable, WorkerLost
-from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
+from headwater.kv.identity import namespace
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import EngineRequest, SequenceOutput
@@ -83,7 +83,6 @@ class AttachedEngine(ExternalEngine):
         self._aborting: set[asyncio.Task[None]] = set()
         self._gathered = Gathered(self._on_outputs, lambda: self.num_generating)
         self._pace = Pace(config.max_num_batched_tokens or 0)
-        self._max_num_seqs = config.max_num_seqs
         self._said: ServerLoad | None = None
         self._failing_since: float | None = None
 
@@ -94,7 +93,6 @@ class AttachedEngine(ExternalEngine):
         dialect, found = await self._await_server(server, progress)
         self._dialect, self._found = dialect, found
         describer = Describer(self.config, self._address, dialect, found)
-        self._max_num_seqs = describer.sizes.max_num_seqs
         self._pace = Pace(describer.sizes.max_num_batched_tokens)
         if self._adapters and not found.adapters:
             raise ConfigError(f"--attach-adapters: {self._address.url} ({dialect.name}) takes none by their folder")
@@ -106,14 +104,11 @@ class AttachedEngine(ExternalEngine):
                 self._tokens = tokens
                 await _learn(tokens, texts)
         info = describer.with_tokens(texts) if texts is not None else describer.relayed()
-        self._kv_blocks = info.kv_blocks
         if texts is not None:
             card = info.card
-            self._default_namespace = namespace(card.fingerprint, card.kv_layout)
             self._namespaces = {
                 name: namespace(card.fingerprint, card.kv_layout, adapter=name) for name in card.adapters
             }
-            self._block_size = card.block_size
             self._follow_events(server, card, found)
         self.spawn(self._watch(server, dialect))
         self._tell_mode(info)
@@ -149,9 +144,11 @@ class AttachedEngine(ExternalEngine):
         if feeds:
             self._following = Following(self._address.url, feeds, translator, self.tell)
         elif found.drained is not None:
-            self._following = self._drain(server, found.drained, translator, found.adapter_numbers)
+            self._following = self._drain(server, found.drained, translator, card.block_size, found.adapter_numbers)
 
-    def _drain(self, server: Server, path: str, translator: FeedTranslator, adapters: Mapping[int, str]) -> Draining:
+    def _drain(
+        self, server: Server, path: str, translator: FeedTranslator, block_size: int, adapters: Mapping[int, str]
+    ) -> Draining:
         async def drain() -> list[Any]:
             try:
                 documents = await server.post_json(path, {}, timeout_s=_DRAIN_TIMEOUT_S)
@@ -160,7 +157,7 @@ class AttachedEngine(ExternalEngine):
             return documents if isinstance(documents, list) else []
 
         url = self._address.url
-        draining = Draining(url, translator, self.tell, drain, self._block_size, adapters, ReaderLock(url))
+        draining = Draining(url, translator, self.tell, drain, block_size, adapters, ReaderLock(url))
         self.spawn(draining.run())
         return draining
 
@@ -208,7 +205,7 @@ class AttachedEngine(ExternalEngine):
 
     def _own_namespace(self, adapter: str | None) -> bytes:
         """That the server keeps by itself."""
-        return self._namespaces.get(adapter or "", self._default_namespace)
+        return self._namespaces.get(adapter or "", self.default_namespace)
 
     async def sleep(self) -> None:
         assert self._server is not None
@@ -226,22 +223,13 @@ class AttachedEngine(ExternalEngine):
                 task.cancel()
 
     def load(self) -> LoadReport:
-        said, totals = self._said, self.totals
-        # What is sent counts as running as far as the server's slots go.
-        running = max(min(len(self.open), self._max_num_seqs), said.num_running if said is not None else 0)
-        waiting = max(len(self.open) - running, said.num_waiting if said is not None else 0, 0)
-        usage = said.kv_usage if said is not None else 0.0
-        return LoadReport(
+        said, num_blocks = self._said or ServerLoad(0, 0, 0.0), self.info.kv_blocks
+        # What is sent counts as running as far as the server's slots go; others may send there too.
+        running = max(min(len(self.open), self.info.max_num_seqs), said.num_running)
+        return self.load_report(
             num_running=running,
-            num_waiting=waiting,
-            waiting_prefill_tokens=sum(s.num_prompt_tokens for s in self.open.values() if not s.num_generated),
-            kv_blocks_total=self._kv_blocks,
-            kv_blocks_free=self._kv_blocks - round(usage * self._kv_blocks),
-            steps=totals.steps,
-            preemptions=said.preemptions if said is not None else 0,
-            cached_tokens=totals.cached_tokens,
-            prompt_tokens=totals.prompt_tokens,
-            generated_tokens=totals.generated_tokens,
+            num_waiting=max(len(self.open) - running, said.num_waiting),
+            kv_blocks_free=num_blocks - round(said.kv_usage * num_blocks),
         )
 
     async def _stream_with_ticket(
@@ -351,17 +339,9 @@ class AttachedEngine(ExternalEngine):
 
     def _expected_cached(self, stream: OpenStream) -> int:
         """What the events say is resident; the server need not say itself."""
-        request = stream.request
-        ids = request.block_ids or chain_block_ids(
-            request.namespace or self._default_namespace, request.prompt, self._block_size
-        )
-        count = 0
-        for block_id in split_block_ids(ids):
-            if block_id not in self.resident:
-                break
-            count += 1
+        count, block_size = self.num_resident(self.block_ids(stream.request)), self.info.card.block_size
         # The last token is always computed, and with it the rest of its block.
-        return min(count, (stream.num_prompt_tokens - 1) // self._block_size) * self._block_size
+        return min(count, (stream.num_prompt_tokens - 1) // block_size) * block_size
 
     # ---- whether it is there
 
@@ -372,9 +352,11 @@ class AttachedEngine(ExternalEngine):
                 if self.paused:
                     await self._try_again(server, dialect)
                 else:
-                    self._said = await dialect.load(server)
-                    if self._said is None:
+                    said = self._said = await dialect.load(server)
+                    if said is None:
                         await dialect.is_healthy(server)
+                    else:
+                        self.totals.preemptions = said.preemptions
                 self._failing_since = None
                 self.note_changed()
             except HeadwaterError as error:

@@ -29,7 +29,6 @@ from headwater.engines.sglang_wire.events import feeds_of
 from headwater.engines.sglang_wire.settings import SglangSettings
 from headwater.engines.texts import texts_and_weights
 from headwater.errors import HeadwaterError, WorkerLost
-from headwater.kv.identity import namespace
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import SequenceOutput
 
@@ -69,8 +68,6 @@ class SglangEngine(ExternalEngine):
             pulse.cancel()
         settings = self._settings = settings_of(started)
         info = engine_info(self.config, texts, started, settings, _adapters(arguments.server))
-        self._kv_blocks, self._max_num_seqs = info.kv_blocks, info.max_num_seqs
-        self._default_namespace = namespace(info.card.fingerprint, info.card.kv_layout)
         self._pace = Pace(info.max_num_batched_tokens)
         self._follow_events(info, arguments)
         progress(Progress("ready", detail=info.card.name))
@@ -96,7 +93,7 @@ class SglangEngine(ExternalEngine):
     def send(self, stream: OpenStream, tokens: "array[int]") -> None:
         request, host = stream.request, self._host
         assert host is not None
-        salt = salt_of(request.namespace, self._default_namespace)
+        salt = salt_of(request.namespace, self.default_namespace)
         arguments = generate_arguments(request, tokens, salt, self._settings)
         arguments.pop("extra_key", None)  # not among the arguments of `Engine`, which knows the salt
         self._readers[request.stream] = SglangReader(request, incremental=True)
@@ -109,21 +106,13 @@ class SglangEngine(ExternalEngine):
             self._host.abort(streams)
 
     def load(self) -> LoadReport:
-        said, totals = self._loads, self.totals
-        # What is sent counts as running as far as SGLang's slots go, unless it says that more of it waits.
-        waiting = min(len(self.open), max(len(self.open) - self._max_num_seqs, said.num_waiting))
+        said, num_blocks = self._loads, self.info.kv_blocks
+        waiting = self.num_beyond_slots(said.num_waiting)
         usage = said.used_tokens / said.total_tokens if said.total_tokens and self.open else 0.0
-        return LoadReport(
+        return self.load_report(
             num_running=len(self.open) - waiting,
             num_waiting=waiting,
-            waiting_prefill_tokens=sum(s.num_prompt_tokens for s in self.open.values() if not s.num_generated),
-            kv_blocks_total=self._kv_blocks,
-            kv_blocks_free=self._kv_blocks - round(min(1.0, usage) * self._kv_blocks),
-            steps=totals.steps,
-            preemptions=totals.preemptions,
-            cached_tokens=totals.cached_tokens,
-            prompt_tokens=totals.prompt_tokens,
-            generated_tokens=totals.generated_tokens,
+            kv_blocks_free=num_blocks - round(min(1.0, usage) * num_blocks),
         )
 
     # ---- what comes back

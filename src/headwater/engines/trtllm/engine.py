@@ -85,8 +85,6 @@ class TrtllmEngine(ExternalEngine):
         self._adapters = arguments.adapters
         info = engine_info(self.config, texts, self._llm, self._stats, list(arguments.adapters))
         card = self._card = info.card
-        self._default_namespace = namespace(card.fingerprint, card.kv_layout)
-        self._kv_blocks, self._max_num_seqs = info.kv_blocks, info.max_num_seqs
         if self.config.enable_prefix_caching:
             self._follow_events()
         self.spawn(self._read_stats())
@@ -182,22 +180,13 @@ class TrtllmEngine(ExternalEngine):
                 result.abort()
 
     def load(self) -> LoadReport:
-        stats, totals = self._stats, self.totals
-        num_open = len(self.open)
-        # What is sent counts as running as far as the slots go, unless TensorRT-LLM has last said that some wait.
-        waiting = min(num_open, max(num_open - self._max_num_seqs, int(stats.get("numQueuedRequests", 0))))
-        kv = stats.get("kvCacheStats") or {}
-        return LoadReport(
+        num_open, num_blocks = len(self.open), self.info.kv_blocks
+        waiting = self.num_beyond_slots(int(self._stats.get("numQueuedRequests", 0)))
+        kv = self._stats.get("kvCacheStats") or {}
+        return self.load_report(
             num_running=num_open - waiting,
             num_waiting=waiting,
-            waiting_prefill_tokens=sum(s.num_prompt_tokens for s in self.open.values() if not s.num_generated),
-            kv_blocks_total=self._kv_blocks,
-            kv_blocks_free=min(self._kv_blocks, int(kv.get("freeNumBlocks", 0))) if num_open else self._kv_blocks,
-            steps=totals.steps,
-            preemptions=totals.preemptions,
-            cached_tokens=totals.cached_tokens,
-            prompt_tokens=totals.prompt_tokens,
-            generated_tokens=totals.generated_tokens,
+            kv_blocks_free=min(num_blocks, int(kv.get("freeNumBlocks", 0))) if num_open else num_blocks,
         )
 
     def _options(self, installed: Installed, request: EngineRequest) -> dict[str, Any]:
@@ -221,7 +210,7 @@ class TrtllmEngine(ExternalEngine):
     def _own_namespace(self, adapter: str | None) -> bytes:
         """That TensorRT-LLM keeps by itself."""
         if adapter is None:
-            return self._default_namespace
+            return self.default_namespace
         return namespace(self._card.fingerprint, self._card.kv_layout, adapter=adapter)
 
     # ---- what comes back

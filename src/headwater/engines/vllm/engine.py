@@ -51,10 +51,8 @@ from headwater.engines.vllm.port import StagingPort
 from headwater.engines.vllm.sampling import vllm_sampling
 from headwater.engines.vllm.staging import Staging
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InternalError, InvalidRequest, ModelError
-from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
-from headwater.protocol.request import EngineRequest
 from headwater.types import TOKEN_ID_BYTES
 
 _PULSE_S = 5.0
@@ -108,9 +106,6 @@ class VllmEngine(ExternalEngine):
         card = info.card
         if self._staging is not None:
             self.kv = self._port = StagingPort(self._staging, self, card.block_size)
-        self._default_namespace = namespace(card.fingerprint, card.kv_layout)
-        self._block_size = card.block_size
-        self._kv_blocks = info.kv_blocks
         self._follow_events(llm, card)
         self.spawn(self._send_all())
         self.spawn(self._receive_all())
@@ -191,36 +186,14 @@ class VllmEngine(ExternalEngine):
         names = [self._drop(stream) for stream in streams if port is None or not port.cancelled(stream)]
         self._outbox.put_nowait(names)
 
-    def num_resident(self, block_ids: bytes) -> int:
-        """How many of these ids of one chain, from its start, vLLM says it has."""
-        count = 0
-        for block_id in split_block_ids(block_ids):
-            if block_id not in self.resident:
-                break
-            count += 1
-        return count
-
-    def block_ids(self, request: EngineRequest) -> bytes:
-        """Of the prompt's full blocks."""
-        key = request.namespace or self._default_namespace
-        return request.block_ids or chain_block_ids(key, request.prompt, self._block_size)
-
     def load(self) -> LoadReport:
-        stats, totals = self._stats, self.totals
-        num_open = len(self.open)
+        stats, num_open, num_blocks = self._stats, len(self.open), self.info.kv_blocks
         running = min(stats.num_running_reqs, num_open) if stats is not None else 0
         usage = stats.kv_cache_usage if stats is not None and num_open else 0.0
-        return LoadReport(
+        return self.load_report(
             num_running=running,
             num_waiting=num_open - running,
-            waiting_prefill_tokens=sum(s.num_prompt_tokens for s in self.open.values() if not s.num_generated),
-            kv_blocks_total=self._kv_blocks,
-            kv_blocks_free=self._kv_blocks - round(usage * self._kv_blocks),
-            steps=totals.steps,
-            preemptions=totals.preemptions,
-            cached_tokens=totals.cached_tokens,
-            prompt_tokens=totals.prompt_tokens,
-            generated_tokens=totals.generated_tokens,
+            kv_blocks_free=num_blocks - round(usage * num_blocks),
         )
 
     def _checked(
@@ -230,7 +203,7 @@ class VllmEngine(ExternalEngine):
         request, llm = stream.request, self._llm
         assert llm is not None
         num_resumed = len(request.resumed_tokens) // TOKEN_ID_BYTES
-        salt = salt_of(request.namespace, self._default_namespace)
+        salt = salt_of(request.namespace, self.default_namespace)
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": tokens.tolist()}
         if salt is not None:
             prompt["cache_salt"] = salt
