@@ -436,6 +436,20 @@ def test_those_in_line_get_short_steps_while_somebody_is_expected_to_go_ahead() 
     assert bench.serve_one().step_tokens == 0, "it has not come again for a while"
 
 
+def test_who_goes_ahead_at_one_model_makes_no_steps_of_another_shorter() -> None:
+    bench = Bench(1, max_wait_s=1000.0)
+    bench.view.put(instance("other", fingerprint="f2"))
+    bench.view.set_connected("other", True)
+    bench.fill()
+    for fingerprint in ("f1", "f2"):
+        for _ in range(20):
+            bench.submit(Ticket(RouteRequest(fingerprint, 1000, 50), "m", tenant="flood"))
+    assert bench.submit(Ticket(RouteRequest("f2", 1000, 50), "m", tenant="small")).ahead
+    served = [bench.serve_one() for _ in range(5)]
+    assert {ticket.request.fingerprint for ticket in served} == {"f1"}
+    assert [ticket.step_tokens for ticket in served] == [0] * 5
+
+
 def test_there_is_an_end_to_passing_the_line() -> None:
     """However many tenants say they are new."""
     bench = Bench(1)

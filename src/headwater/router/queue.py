@@ -24,6 +24,7 @@ the view before the next one is asked for, because it changes the prices of the 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Literal
 
 from headwater.errors import DeadlineExceeded, HeadwaterError, InvalidRequest, NoWorkers, Overloaded, RateLimited
@@ -128,8 +129,8 @@ class AdmissionQueue:
         self._refused: list[Refused] = []
         self._interval_s = 0.0
         self._placed_at: float | None = None
-        self._went_ahead = -_EXPECT_AGAIN_S
-        """When somebody last did."""
+        self._went_ahead: dict[str, float] = {}
+        """When somebody last did, by model fingerprint."""
 
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines.values())
@@ -209,7 +210,7 @@ class AdmissionQueue:
         placed = self._place(ticket, [worker for worker in workers if self._is_nearly_open(worker)], now)
         line.charge_absent(ticket.tenant, self._router.service_ms(ticket.request, placed.worker))
         ticket.ahead = True
-        self._went_ahead = now
+        self._went_ahead[line.name] = now
         return placed
 
     def _serve(self, line: Line[Ticket], ticket: Ticket, workers: Sequence[WorkerView], now: float) -> Outcome:
@@ -220,8 +221,8 @@ class AdmissionQueue:
             return Refused(ticket, error)
         ticket.ahead = ticket.may_pass and line.is_small(ticket.tenant)
         if ticket.ahead:
-            self._went_ahead = now
-        elif now - self._went_ahead < _EXPECT_AGAIN_S:
+            self._went_ahead[line.name] = now
+        elif now - self._went_ahead.get(line.name, -inf) < _EXPECT_AGAIN_S:
             ticket.step_tokens = self._router.short_step_tokens(placed.worker)
         line.charge(ticket.tenant, self._router.service_ms(ticket.request, placed.worker))
         self._remove(ticket)
