@@ -139,13 +139,10 @@ class Exchange:
         self._callbacks.clear()
         self._wire.cut()
 
-    def answer(self, reply: Reply) -> None:
-        self.send(reply.status, reply.headers, reply.body)
-
     def fail(self, error: HeadwaterError) -> None:
         """End with an error: as an answer when none has begun, else by dropping the connection."""
         if self.state == NEW:
-            self.answer(reply_for(error))
+            reply_for(error).send_to(self)
         elif self.state == STREAMING:
             self.abort()
 

@@ -174,7 +174,7 @@ class HttpServer:
         if self._draining:
             exchange.keep_alive = False
         if exchange.refusal is not None:
-            exchange.answer(exchange.refusal)
+            exchange.refusal.send_to(exchange)
             return
         request = exchange.request
         if self._cors is not None and request.method == "OPTIONS" and b"origin" in request.headers:
