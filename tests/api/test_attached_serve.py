@@ -1,10 +1,8 @@
 """`headwater serve --attach URL` as a client sees it: real processes before our doubles of other servers."""
 
-import asyncio
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,38 +11,21 @@ from typing import Any
 import pytest
 from served_demo import Reply, call, demo_cluster
 
+from double_thread import DoubleThread
 from headwater.config.schema import EngineConfig
-from headwater.engines.conformance import VOCABULARY
 from vllm_double import ADAPTER, MODEL, VllmDouble
-
-
-class DoubleThread:
-    """A double on a loop of its own, so that a test can wait for other processes."""
-
-    def __init__(self, folder: Path) -> None:
-        vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(VOCABULARY + 20)}
-        model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
-        self.tokenizer = folder / "tokenizer.json"
-        self.tokenizer.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
-        self.double = VllmDouble(EngineConfig(tokenizer=str(self.tokenizer), mocker_decode_base_ms=2.0), folder / "ev")
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        self.call("start")
-
-    def call(self, name: str) -> None:
-        asyncio.run_coroutine_threadsafe(getattr(self.double, name)(), self._loop).result(10)
-
-    def close(self) -> None:
-        self.call("close")
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+from word_tokenizer import write_word_tokenizer
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[DoubleThread]:
-    made = DoubleThread(tmp_path)
+def tokenizer(tmp_path: Path) -> Path:
+    return write_word_tokenizer(tmp_path)
+
+
+@pytest.fixture
+def server(tmp_path: Path, tokenizer: Path) -> Iterator[DoubleThread[VllmDouble]]:
+    config = EngineConfig(tokenizer=str(tokenizer), mocker_decode_base_ms=2.0)
+    made = DoubleThread(VllmDouble(config, tmp_path / "ev"))
     yield made
     made.close()
 
@@ -53,9 +34,9 @@ def ask(url: str, path: str = "/v1/completions", **fields: Any) -> Reply:
     return call(f"{url}{path}", {"model": MODEL, **fields})
 
 
-def test_token_ids_events_and_a_restart(server: DoubleThread, run_folder: Path) -> None:
+def test_token_ids_events_and_a_restart(server: DoubleThread[VllmDouble], tokenizer: Path, run_folder: Path) -> None:
     prompt = list(range(20, 120))
-    with demo_cluster(run_folder, "--attach", server.double.url, "--tokenizer", str(server.tokenizer)) as url:
+    with demo_cluster(run_folder, "--attach", server.double.url, "--tokenizer", str(tokenizer)) as url:
         first = ask(url, prompt=prompt, max_tokens=5).json()
         assert first["usage"] == {**first["usage"], "prompt_tokens": 100, "completion_tokens": 5}
         streamed = ask(url, prompt=prompt, max_tokens=5, stream=True).text
@@ -87,8 +68,10 @@ def test_token_ids_events_and_a_restart(server: DoubleThread, run_folder: Path) 
         assert same["worker_id"] == worker["worker_id"]
 
 
-def test_a_worker_that_sleeps_gets_nothing_until_it_is_woken(server: DoubleThread, run_folder: Path) -> None:
-    with demo_cluster(run_folder, "--attach", server.double.url, "--tokenizer", str(server.tokenizer)) as url:
+def test_a_worker_that_sleeps_gets_nothing_until_it_is_woken(
+    server: DoubleThread[VllmDouble], tokenizer: Path, run_folder: Path
+) -> None:
+    with demo_cluster(run_folder, "--attach", server.double.url, "--tokenizer", str(tokenizer)) as url:
         (worker,) = call(f"{url}/debug/cluster").json()["workers"]
         name = worker["worker_id"]
         assert verb("sleep", name, url) == {"worker_id": name, "state": "asleep"}
@@ -114,7 +97,7 @@ def verb(name: str, worker_id: str, url: str) -> dict[str, Any]:
     return document
 
 
-def test_requests_and_answers_pass_as_they_are(server: DoubleThread, run_folder: Path) -> None:
+def test_requests_and_answers_pass_as_they_are(server: DoubleThread[VllmDouble], run_folder: Path) -> None:
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]
     with demo_cluster(run_folder, "--attach", server.double.url, "--attach-as", "openai") as url:
         assert call(f"{url}/v1/models").json()["data"][0]["id"] == MODEL

@@ -1,8 +1,5 @@
 """TensorRT-LLM as a client sees it: real processes, before a double of its server and around one of its package."""
 
-import asyncio
-import json
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,44 +8,18 @@ from typing import Any
 import pytest
 from served_demo import Reply, call, demo_cluster
 
+from double_thread import DoubleThread
 from headwater.config.schema import EngineConfig
-from headwater.engines.conformance import VOCABULARY
 from trtllm_double import MODEL, TrtllmDouble
+from word_tokenizer import write_word_tokenizer
 
 PROMPT = list(range(20, 120))
 
 
-def make_tokenizer(folder: Path) -> Path:
-    vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(VOCABULARY + 20)}
-    model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
-    path = folder / "tokenizer.json"
-    path.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
-    return path
-
-
-class DoubleThread:
-    """A double on a loop of its own, so that a test can wait for other processes."""
-
-    def __init__(self, tokenizer: Path) -> None:
-        self.double = TrtllmDouble(EngineConfig(tokenizer=str(tokenizer), mocker_decode_base_ms=2.0))
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        self.call("start")
-
-    def call(self, name: str) -> None:
-        asyncio.run_coroutine_threadsafe(getattr(self.double, name)(), self._loop).result(10)
-
-    def close(self) -> None:
-        self.call("close")
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[DoubleThread]:
-    made = DoubleThread(make_tokenizer(tmp_path))
+def server(tmp_path: Path) -> Iterator[DoubleThread[TrtllmDouble]]:
+    tokenizer = write_word_tokenizer(tmp_path)
+    made = DoubleThread(TrtllmDouble(EngineConfig(tokenizer=str(tokenizer), mocker_decode_base_ms=2.0)))
     yield made
     made.close()
 
@@ -76,7 +47,7 @@ def telling_worker(url: str) -> dict[str, Any]:
         time.sleep(0.05)
 
 
-def test_attached(server: DoubleThread, tmp_path: Path, run_folder: Path) -> None:
+def test_attached(server: DoubleThread[TrtllmDouble], tmp_path: Path, run_folder: Path) -> None:
     flags = ("--attach", server.double.url, "--tokenizer", str(tmp_path / "tokenizer.json"))
     with demo_cluster(run_folder, *flags, "--attach-adapters", "tuned=/adapters/tuned") as url:
         first = ask(url, logprobs=2).json()
@@ -109,7 +80,7 @@ trtllm_llm.LLM.mocker = trtllm_llm.EngineConfig(tokenizer={tokenizer!r}, mocker_
 
 
 def test_in_the_worker(tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = make_tokenizer(tmp_path)
+    tokenizer = write_word_tokenizer(tmp_path)
     package = tmp_path / "site" / "tensorrt_llm"
     package.mkdir(parents=True)
     tests = str(Path(__file__).parents[1])

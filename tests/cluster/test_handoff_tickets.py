@@ -1,68 +1,30 @@
 """Hand-offs between attached servers that move KV themselves: what a prefill ends with reaches the decode unchanged."""
 
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import msgspec
 import pytest
-from handoff_bench import Workers, prompt_of, request, workers
+from handoff_bench import request
+from server_pair import PROMPT, ServerPair, server_pair
 
 from headwater.config.schema import EngineConfig
-from headwater.engines.attached.engine import AttachedEngine
 from headwater.runtime.conformance import eventually, run_leak_checked
 from vllm_double import VllmDouble
-
-PROMPT = prompt_of(100)
-
-
-class Pair:
-    """Two servers, and a worker attached to each."""
-
-    def __init__(self, prefill: VllmDouble, decode: VllmDouble, cluster: Workers) -> None:
-        self.prefill, self.decode, self.cluster = prefill, decode, cluster
-        self.worker = cluster["d"]
-
-    async def answer(self, stream: int, *, expected_ms: float = 0.0, handed: bool = True) -> list[int]:
-        where = self.cluster.prefill_at("p", expected_ms) if handed else None
-        (tokens,) = await self.worker.run(request(stream, PROMPT, prefill=where))
-        return tokens
-
-    async def counted(self, done: int, fell_back: int) -> None:
-        def reached() -> bool:
-            counts = self.worker.counts
-            return (counts.done, counts.fell_back) == (done, fell_back)
-
-        await eventually(reached, f"{done} done, {fell_back} fell back")
+from word_tokenizer import write_word_tokenizer
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> EngineConfig:
-    vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(419)}
-    model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
-    return EngineConfig(tokenizer=str(path), num_kv_blocks=200, max_num_seqs=8)
+    return EngineConfig(tokenizer=str(write_word_tokenizer(tmp_path, 419)), num_kv_blocks=200, max_num_seqs=8)
 
 
-@asynccontextmanager
-async def pair(config: EngineConfig, folder: Path, *, tickets: bool = True, **slow: float) -> AsyncIterator[Pair]:
+def pair(
+    config: EngineConfig, folder: Path, *, tickets: bool = True, **slow: float
+) -> AbstractAsyncContextManager[ServerPair[VllmDouble]]:
     prefill = VllmDouble(msgspec.structs.replace(config, **slow), folder / "prefill")
-    decode = VllmDouble(config, folder / "decode")
     prefill.gives_tickets = tickets
-    await prefill.start()
-    await decode.start()
-    try:
-        engines = {
-            name: AttachedEngine(msgspec.structs.replace(config, attach=(double.url,)))
-            for name, double in (("p", prefill), ("d", decode))
-        }
-        async with workers(engines) as cluster:
-            yield Pair(prefill, decode, cluster)
-    finally:
-        await prefill.close()
-        await decode.close()
+    return server_pair(config, prefill, VllmDouble(config, folder / "decode"))
 
 
 def test_the_ticket_reaches_the_decode_as_it_is(config: EngineConfig, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from frontend_rig import Rig, Sink, rig
 from scripted_worker import until
 
 from headwater.engines.attached.engine import AttachedEngine
-from headwater.engines.conformance import SIZES, VOCABULARY
+from headwater.engines.conformance import SIZES
 from headwater.errors import NoWorkers
 from headwater.frontend.moves import MoveLimits
 from headwater.protocol.request import EngineRequest, SamplingParams
@@ -21,17 +20,14 @@ from headwater.runtime.wire import Limits
 from headwater.worker.shell import ShellConfig, WorkerShell
 from sglang_double import GenerateBody, SglangDouble
 from sglang_pair_double import PairedDouble
+from word_tokenizer import write_word_tokenizer
 
 PROMPT = b"".join(number.to_bytes(4, "little") for number in range(20, 90))
 
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(VOCABULARY + 20)}
-    path = tmp_path / "tokenizer.json"
-    model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
-    path.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
-    return path
+    return write_word_tokenizer(tmp_path)
 
 
 class Pairs:

@@ -1,71 +1,32 @@
 """Hand-offs between attached TensorRT-LLM servers: context only here, generation only there, and what fails."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import msgspec
 import pytest
-from handoff_bench import Workers, prompt_of, request, workers
+from handoff_bench import request
+from server_pair import PROMPT, ServerPair, server_pair
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.attached import engine as attached
-from headwater.engines.attached.engine import AttachedEngine
 from headwater.runtime.conformance import eventually, run_leak_checked
 from trtllm_double import Fabric, TrtllmDouble
-
-PROMPT = prompt_of(100)
-
-
-class Pair:
-    """Two servers on one fabric, and a worker attached to each."""
-
-    def __init__(self, prefill: TrtllmDouble, decode: TrtllmDouble, fabric: Fabric, cluster: Workers) -> None:
-        self.prefill, self.decode, self.fabric, self.cluster = prefill, decode, fabric, cluster
-        self.worker = cluster["d"]
-
-    async def answer(self, stream: int, *, expected_ms: float = 0.0, handed: bool = True) -> list[int]:
-        where = self.cluster.prefill_at("p", expected_ms) if handed else None
-        (tokens,) = await self.worker.run(request(stream, PROMPT, prefill=where))
-        return tokens
-
-    async def counted(self, done: int, fell_back: int) -> None:
-        def reached() -> bool:
-            counts = self.worker.counts
-            return (counts.done, counts.fell_back) == (done, fell_back)
-
-        await eventually(reached, f"{done} done, {fell_back} fell back")
+from word_tokenizer import write_word_tokenizer
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(419)}
-    model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
-    return EngineConfig(tokenizer=str(path), num_kv_blocks=200, max_num_seqs=8)
+    return EngineConfig(tokenizer=str(write_word_tokenizer(tmp_path, 419)), num_kv_blocks=200, max_num_seqs=8)
 
 
-@asynccontextmanager
-async def pair(config: EngineConfig, **slow: float) -> AsyncIterator[Pair]:
+def pair(config: EngineConfig, **slow: float) -> AbstractAsyncContextManager[ServerPair[TrtllmDouble]]:
+    """On one fabric."""
     fabric = Fabric()
     prefill = TrtllmDouble(msgspec.structs.replace(config, **slow), fabric)
-    decode = TrtllmDouble(config, fabric)
-    await prefill.start()
-    await decode.start()
-    try:
-        engines = {
-            name: AttachedEngine(msgspec.structs.replace(config, attach=(double.url,)))
-            for name, double in (("p", prefill), ("d", decode))
-        }
-        async with workers(engines) as cluster:
-            yield Pair(prefill, decode, fabric, cluster)
-    finally:
-        await prefill.close()
-        await decode.close()
+    return server_pair(config, prefill, TrtllmDouble(config, fabric))
 
 
 def test_context_there_generation_here_and_the_opaque_state_as_it_is(config: EngineConfig) -> None:
@@ -80,7 +41,7 @@ def test_context_there_generation_here_and_the_opaque_state_as_it_is(config: Eng
             assert passed["first_gen_tokens"] == tokens[:1]
             assert passed["encoded_opaque_state"]
             assert (continued["stream"], continued["prompt"]) == (True, PROMPT)
-            assert both.fabric.taken == 1
+            assert both.prefill.fabric.taken == 1
             assert tokens == await both.answer(2, handed=False)
             assert "disaggregated_params" not in both.decode.bodies[-1]
             await both.counted(1, 0)
@@ -96,7 +57,7 @@ def test_log_probabilities_of_the_first_token_go_along(config: EngineConfig) -> 
             assert both.prefill.bodies[-1]["logprobs"] == both.decode.bodies[-1]["logprobs"] == 1
             passed = both.decode.bodies[-1]["disaggregated_params"]
             assert passed["first_gen_log_probs"] == [[{"1": {"logprob": -0.5, "rank": 1}}]]
-            assert both.fabric.taken == 1
+            assert both.prefill.fabric.taken == 1
 
     run_leak_checked(scenario())
 
@@ -125,9 +86,9 @@ def test_a_prefill_server_that_refuses_costs_time_only(config: EngineConfig) -> 
 def test_kv_whose_time_is_over_is_computed_here(config: EngineConfig) -> None:
     async def scenario() -> None:
         async with pair(config) as both:
-            both.fabric.hold_s = -1.0
+            both.prefill.fabric.hold_s = -1.0
             assert await both.answer(1) == await both.answer(2, handed=False)
-            assert both.fabric.taken == 0
+            assert both.prefill.fabric.taken == 0
             asked = [body.get("disaggregated_params", {}).get("request_type") for body in both.decode.bodies]
             assert asked == ["generation_only", None, None]
 
@@ -140,7 +101,7 @@ def test_a_server_that_dies_with_the_kv_costs_time_only(config: EngineConfig, mo
 
     async def scenario() -> None:
         async with pair(config) as both:
-            both.fabric.hold_s, both.fabric.hangs = -1.0, True
+            both.prefill.fabric.hold_s, both.prefill.fabric.hangs = -1.0, True
             assert await both.answer(1) == await both.answer(2, handed=False)
             await eventually(lambda: both.decode.num_open == 0, "nothing waits there any more")
 

@@ -1,7 +1,6 @@
 """A worker that sleeps and wakes, over an attached server that can: nothing reaches it meanwhile."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,16 +15,14 @@ from headwater.engines.mocker.engine import MockerEngine
 from headwater.protocol.frames import Sleep, Wake
 from headwater.runtime.conformance import eventually, run_leak_checked
 from vllm_double import VllmDouble
+from word_tokenizer import write_word_tokenizer
 
 PROMPT = prompt_of(40)
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> EngineConfig:
-    vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(419)}
-    model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
+    path = write_word_tokenizer(tmp_path, 419)
     return EngineConfig(tokenizer=str(path), num_kv_blocks=200, max_num_seqs=8, mocker_decode_base_ms=2.0)
 
 

@@ -1,6 +1,5 @@
 """The engine suite on a server attached by its URL: our double of vLLM's server, in the same process."""
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -8,30 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from attached_stage import WithItsServer
 from headwater.config.schema import EngineConfig
-from headwater.engines.attached.engine import AttachedEngine
-from headwater.engines.base import Engine, EngineInfo, EngineListener, ProgressSink
-from headwater.engines.conformance import VOCABULARY, EngineConformance
+from headwater.engines.base import Engine
+from headwater.engines.conformance import EngineConformance
 from vllm_double import VllmDouble
-
-
-class WithItsServer(AttachedEngine):
-    """Starts the server just before it attaches to it, and stops it afterwards."""
-
-    def __init__(self, config: EngineConfig, double: VllmDouble) -> None:
-        super().__init__(msgspec.structs.replace(config, attach=("http://127.0.0.1:1",)))
-        self._own_config = config
-        self._double = double
-
-    async def start(self, listener: EngineListener, progress: ProgressSink) -> EngineInfo:
-        await self._double.start()
-        attached = msgspec.structs.replace(self._own_config, attach=(self._double.url,))
-        AttachedEngine.__init__(self, attached)
-        return await super().start(listener, progress)
-
-    async def close_engine(self) -> None:
-        await super().close_engine()
-        await self._double.close()
+from word_tokenizer import write_word_tokenizer
 
 
 class TestAttachedVllm(EngineConformance):
@@ -39,15 +20,12 @@ class TestAttachedVllm(EngineConformance):
 
     @pytest.fixture(autouse=True)
     def _tokenizer(self, tmp_path: Path) -> None:
-        vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(VOCABULARY + 20)}
         self.folder = tmp_path
-        self.tokenizer = tmp_path / "tokenizer.json"
-        model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
-        self.tokenizer.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
+        self.tokenizer = write_word_tokenizer(tmp_path)
 
     def create(self, sizes: EngineConfig) -> Engine:
         mocker = msgspec.structs.replace(sizes, tokenizer=str(self.tokenizer), mocker_decode_base_ms=2.0)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         shutil.rmtree(folder)
         own = msgspec.structs.replace(sizes, tokenizer=str(self.tokenizer))
-        return WithItsServer(own, VllmDouble(mocker, folder))
+        return WithItsServer(own, VllmDouble(mocker, folder), "vllm")

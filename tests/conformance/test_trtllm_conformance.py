@@ -1,42 +1,30 @@
 """The engine suite on TensorRT-LLM, attached by its URL and in the worker: our doubles of its server and of its API."""
 
-import json
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from attached_stage import WithItsServer
 from headwater.config.schema import EngineConfig
-from headwater.engines.attached.engine import AttachedEngine
-from headwater.engines.base import Engine, EngineInfo, EngineListener, ProgressSink
-from headwater.engines.conformance import SIZES, VOCABULARY, EngineConformance
+from headwater.engines.base import Engine
+from headwater.engines.conformance import SIZES, EngineConformance
 from headwater.engines.registry import create_engine
 from trtllm_double import TrtllmDouble
 from trtllm_llm import LLM, package
 from trtllm_model import Fabric
+from word_tokenizer import write_word_tokenizer
 
 
-class WithItsServer(AttachedEngine):
-    """Starts the server just before it attaches to it, and stops it afterwards."""
-
+class WithItsTrtllm(WithItsServer):
     def __init__(self, config: EngineConfig, double: TrtllmDouble) -> None:
-        super().__init__(msgspec.structs.replace(config, attach=("http://127.0.0.1:1",)))
-        self._own_config = config
-        self._double = double
-
-    async def start(self, listener: EngineListener, progress: ProgressSink) -> EngineInfo:
-        await self._double.start()
-        attached = msgspec.structs.replace(self._own_config, attach=(self._double.url,))
-        AttachedEngine.__init__(self, attached)
-        info = await super().start(listener, progress)
-        assert info.engine == "attached-trtllm"
-        return info
+        super().__init__(config, double, "trtllm")
+        self._trtllm = double
 
     async def close_engine(self) -> None:
         await super().close_engine()
-        await self._double.close()
-        assert not self._double.metrics_read, "iteration statistics are for whoever reads them first"
+        assert not self._trtllm.metrics_read, "iteration statistics are for whoever reads them first"
 
 
 class TrtllmConformance(EngineConformance):
@@ -45,10 +33,7 @@ class TrtllmConformance(EngineConformance):
     @pytest.fixture(autouse=True)
     def _tokenizer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-        vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(VOCABULARY + 20)}
-        self.tokenizer = tmp_path / "tokenizer.json"
-        model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
-        self.tokenizer.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
+        self.tokenizer = write_word_tokenizer(tmp_path)
 
     def mocker(self, sizes: EngineConfig) -> EngineConfig:
         return msgspec.structs.replace(sizes, tokenizer=str(self.tokenizer), mocker_decode_base_ms=2.0)
@@ -61,7 +46,7 @@ class TestAttachedTrtllm(TrtllmConformance):
     def create(self, sizes: EngineConfig) -> Engine:
         events = 4096 if sizes.enable_prefix_caching else 0
         own = msgspec.structs.replace(sizes, tokenizer=str(self.tokenizer))
-        return WithItsServer(own, TrtllmDouble(self.mocker(sizes), events=events))
+        return WithItsTrtllm(own, TrtllmDouble(self.mocker(sizes), events=events))
 
 
 class TestTrtllmInTheWorker(TrtllmConformance):

@@ -1,17 +1,15 @@
 """Attached servers that misbehave, go away, come back, or are of another kind; over our double of vLLM's server."""
 
 import asyncio
-import json
 from array import array
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import uvloop
 
+from attached_stage import AttachedStage
 from headwater.engines.attached import engine as attached
 from headwater.engines.attached.dialects.vllm import VllmReader
 from headwater.engines.attached.engine import AttachedEngine
@@ -19,8 +17,8 @@ from headwater.engines.attached.http import ServerAddress, error_for
 from headwater.engines.attached.prometheus import sums
 from headwater.engines.attached.sse import EventSplitter
 from headwater.engines.base import Progress
-from headwater.engines.conformance import SIZES, VOCABULARY, prompt_of
-from headwater.engines.watched import Bench, Recorder
+from headwater.engines.conformance import SIZES, prompt_of
+from headwater.engines.watched import Recorder
 from headwater.errors import (
     ConfigError,
     ContextTooLong,
@@ -36,50 +34,14 @@ from headwater.protocol.request import RelayedRequest
 from headwater.runtime.conformance import eventually
 from vllm_double import MODEL, VllmDouble
 
-Scenario = Callable[["Stage"], Coroutine[Any, Any, None]]
-
-
-class Stage:
-    """A double, and engines attached to it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.tokenizer = folder / "tokenizer.json"
-        vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(VOCABULARY + 20)}
-        model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
-        self.tokenizer.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
-        self.double = self.new_double()
-
-    def new_double(self, **options: bool) -> VllmDouble:
-        config = msgspec.structs.replace(SIZES, tokenizer=str(self.tokenizer), mocker_decode_base_ms=3.0)
-        return VllmDouble(config, self.folder / "events", **options)
-
-    @asynccontextmanager
-    async def attached(self, **changes: object) -> AsyncIterator[Bench]:
-        config = msgspec.structs.replace(SIZES, attach=(self.double.url,), tokenizer=str(self.tokenizer))
-        engine = AttachedEngine(msgspec.structs.replace(config, **changes))
-        recorder = Recorder()
-        info = await engine.start(recorder, lambda _: None)
-        try:
-            yield Bench(engine, info, recorder, [])
-        finally:
-            await engine.close()
+Stage = AttachedStage[VllmDouble]
+Scenario = Callable[[Stage], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture
 def play(tmp_path: Path) -> Callable[[Scenario], None]:
-    def run(scenario: Scenario) -> None:
-        async def whole() -> None:
-            stage = Stage(tmp_path)
-            await stage.double.start()
-            try:
-                await scenario(stage)
-            finally:
-                await stage.double.close()
-
-        uvloop.run(asyncio.wait_for(whole(), 30))
-
-    return run
+    stage = AttachedStage(tmp_path, lambda config: VllmDouble(config, tmp_path / "events"))
+    return lambda scenario: stage.play(scenario(stage))
 
 
 def test_an_abort_closes_the_connection(play: Callable[[Scenario], None]) -> None:
@@ -208,7 +170,7 @@ def test_of_a_prompt_that_is_all_there_the_last_block_is_computed(play: Callable
 def test_without_events_nothing_is_claimed(play: Callable[[Scenario], None], caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(stage: Stage) -> None:
         await stage.double.close()
-        stage.double = stage.new_double(events=False)
+        stage.double = VllmDouble(stage.config, stage.tokenizer.parent / "events", events=False)
         await stage.double.start()
         async with stage.attached() as bench:
             await bench.run(bench.request(prompt_of(40)), bench.request(prompt_of(40)))

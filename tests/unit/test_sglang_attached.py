@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,12 @@ import msgspec
 import pytest
 import uvloop
 
+from attached_stage import AttachedStage
 from headwater.engines.attached import engine as attached
 from headwater.engines.attached.dialects.sglang import SglangDialect
 from headwater.engines.attached.engine import AttachedEngine
-from headwater.engines.conformance import SIZES, VOCABULARY, prompt_of
-from headwater.engines.watched import Bench, Recorder
+from headwater.engines.conformance import SIZES, prompt_of
+from headwater.engines.watched import Recorder
 from headwater.errors import ConfigError
 from headwater.kv.identity import namespace
 from headwater.protocol.request import EngineRequest, SamplingParams
@@ -23,46 +23,14 @@ from headwater.runtime.conformance import eventually
 from sglang_double import ADAPTER, MODEL, SglangDouble
 from sglang_pair_double import PairedDouble
 
-Scenario = Callable[["Stage"], Coroutine[Any, Any, None]]
-
-
-class Stage:
-    """A double, and engines attached to it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.tokenizer = folder / "tokenizer.json"
-        vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(VOCABULARY + 20)}
-        model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
-        self.tokenizer.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
-        self.config = msgspec.structs.replace(SIZES, tokenizer=str(self.tokenizer), mocker_decode_base_ms=3.0)
-        self.double = SglangDouble(self.config)
-
-    @asynccontextmanager
-    async def attached(self, **changes: object) -> AsyncIterator[Bench]:
-        config = msgspec.structs.replace(SIZES, attach=(self.double.url,), tokenizer=str(self.tokenizer))
-        engine = AttachedEngine(msgspec.structs.replace(config, **changes))
-        recorder = Recorder()
-        info = await engine.start(recorder, lambda _: None)
-        try:
-            yield Bench(engine, info, recorder, [])
-        finally:
-            await engine.close()
+Stage = AttachedStage[SglangDouble]
+Scenario = Callable[[Stage], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture
 def play(tmp_path: Path) -> Callable[[Scenario], None]:
-    def run(scenario: Scenario) -> None:
-        async def whole() -> None:
-            stage = Stage(tmp_path)
-            await stage.double.start()
-            try:
-                await scenario(stage)
-            finally:
-                await stage.double.close()
-
-        uvloop.run(asyncio.wait_for(whole(), 30))
-
-    return run
+    stage = AttachedStage(tmp_path, SglangDouble)
+    return lambda scenario: stage.play(scenario(stage))
 
 
 def test_it_is_recognised_and_its_sizes_are_its_own(play: Callable[[Scenario], None]) -> None:
@@ -238,7 +206,7 @@ def test_an_answer_that_breaks_off_is_a_lost_worker(play: Callable[[Scenario], N
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_half_of_a_pair_needs_token_ids(tmp_path: Path, mode: str) -> None:
     async def scenario() -> None:
-        stage = Stage(tmp_path)
+        stage = AttachedStage(tmp_path, SglangDouble)
         double = PairedDouble(stage.config, mode)
         await double.start()
         config = msgspec.structs.replace(SIZES, attach=(double.url,))

@@ -17,7 +17,7 @@ from headwater.cli.engine_flags import take_engine_words
 from headwater.cli.verbs import parser_of
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import Placement
-from headwater.engines.conformance import SIZES, VOCABULARY, prompt_of
+from headwater.engines.conformance import SIZES, prompt_of
 from headwater.engines.registry import create_engine
 from headwater.engines.sglang import installed as installation
 from headwater.engines.sglang.arguments import sglang_arguments
@@ -27,14 +27,12 @@ from headwater.errors import ConfigError, HeadwaterError, ModelError
 from headwater.runtime.conformance import eventually
 from sglang_double import ADAPTER
 from sglang_engine_double import Engine, ServerArgs, installed
+from word_tokenizer import write_word_tokenizer
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    tokenizer = tmp_path / "tokenizer.json"
-    vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(VOCABULARY + 20)}
-    model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
-    tokenizer.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
+    tokenizer = write_word_tokenizer(tmp_path)
     mocker = msgspec.structs.replace(SIZES, tokenizer=str(tokenizer), mocker_decode_base_ms=3.0)
     installed(monkeypatch, mocker)
     return msgspec.structs.replace(SIZES, tokenizer=str(tokenizer), model="a/model", engine="sglang")

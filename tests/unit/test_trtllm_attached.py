@@ -4,21 +4,19 @@ import asyncio
 import json
 import logging
 from array import array
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import uvloop
 
+from attached_stage import AttachedStage
 from headwater.engines.attached.dialects.trtllm import TrtllmDialect, TrtllmReader, Words
 from headwater.engines.attached.engine import AttachedEngine
 from headwater.engines.base import Placement
-from headwater.engines.conformance import SIZES, VOCABULARY, prompt_of
+from headwater.engines.conformance import SIZES, prompt_of
 from headwater.engines.trtllm_words import adapter_number, choice_regex, priority_of
-from headwater.engines.watched import Bench, Recorder
 from headwater.errors import ConfigError, InvalidRequest, WorkerLost
 from headwater.kv.identity import namespace
 from headwater.protocol.request import EngineRequest, SamplingParams, StructuredSpec
@@ -26,48 +24,15 @@ from headwater.runtime.conformance import eventually
 from trtllm_double import CompletionRequest, TrtllmDouble
 from vllm_publisher import Publisher
 
-Scenario = Callable[["Stage"], Coroutine[Any, Any, None]]
-
-
-class Stage:
-    """A double, and engines attached to it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.tokenizer = folder / "tokenizer.json"
-        vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(VOCABULARY + 20)}
-        model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
-        self.tokenizer.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
-        config = msgspec.structs.replace(SIZES, tokenizer=str(self.tokenizer), mocker_decode_base_ms=3.0)
-        self.double = TrtllmDouble(config)
-
-    @asynccontextmanager
-    async def attached(self, **changes: Any) -> AsyncIterator[Bench]:
-        config = msgspec.structs.replace(SIZES, attach=(self.double.url,), tokenizer=str(self.tokenizer))
-        engine = AttachedEngine(msgspec.structs.replace(config, **changes))
-        recorder = Recorder()
-        info = await engine.start(recorder, lambda _: None)
-        try:
-            yield Bench(engine, info, recorder, [])
-        finally:
-            await engine.close()
+Stage = AttachedStage[TrtllmDouble]
+Scenario = Callable[[Stage], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Scenario], None]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-    def run(scenario: Scenario) -> None:
-        async def whole() -> None:
-            stage = Stage(tmp_path)
-            await stage.double.start()
-            try:
-                await scenario(stage)
-            finally:
-                await stage.double.close()
-
-        uvloop.run(asyncio.wait_for(whole(), 30))
-
-    return run
+    stage = AttachedStage(tmp_path, TrtllmDouble)
+    return lambda scenario: stage.play(scenario(stage))
 
 
 # ---- what it is sent

@@ -1,7 +1,6 @@
 """TensorRT-LLM in the worker, over a stand-in for its package: flags, sampling, adapters, hand-offs, and its deaths."""
 
 import asyncio
-import json
 import sys
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -14,7 +13,7 @@ import pytest
 import uvloop
 
 from headwater.config.schema import EngineConfig
-from headwater.engines.conformance import SIZES, VOCABULARY, prompt_of
+from headwater.engines.conformance import SIZES, prompt_of
 from headwater.engines.trtllm import engine as trtllm
 from headwater.engines.trtllm.arguments import trtllm_arguments
 from headwater.engines.trtllm.engine import TrtllmEngine
@@ -27,6 +26,7 @@ from headwater.protocol.request import EngineRequest, ExportOrder, SamplingParam
 from headwater.runtime.conformance import eventually
 from trtllm_llm import LLM, package
 from trtllm_model import Fabric
+from word_tokenizer import write_word_tokenizer
 
 Scenario = Callable[["Stage"], Coroutine[Any, Any, None]]
 
@@ -47,10 +47,7 @@ class Stage:
     """Makes engines."""
 
     def __init__(self, folder: Path) -> None:
-        self.tokenizer = folder / "tokenizer.json"
-        vocab = {f"Ġ{chr(97 + n // 26)}{chr(97 + n % 26)}": n for n in range(VOCABULARY + 20)}
-        model = {"type": "WordLevel", "vocab": {**vocab, "[UNK]": len(vocab)}, "unk_token": "[UNK]"}
-        self.tokenizer.write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
+        self.tokenizer = write_word_tokenizer(folder)
         LLM.mocker = EngineConfig(tokenizer=str(self.tokenizer), mocker_decode_base_ms=2.0)
 
     @asynccontextmanager
