@@ -10,7 +10,7 @@ import time
 from headwater.cli.http import Server
 from headwater.cli.parser import seconds
 from headwater.cli.target import add_target, server_of
-from headwater.cli.worker_command import states, tell
+from headwater.cli.worker_command import tell, workers
 from headwater.errors import DeadlineExceeded
 
 _TIMEOUT_S = 10.0
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _until_gone(server: Server, worker_id: str, deadline: float) -> None:
-    while worker_id in states(server):
+    while worker_id in workers(server):
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"{worker_id} is still there", hint="`headwater status` shows what it does")
         time.sleep(_POLL_S)

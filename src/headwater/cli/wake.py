@@ -1,6 +1,6 @@
 """`headwater wake WORKER`: a worker that sleeps is ready again.
 
-Exit code 0 once it is ready, 3 when it is not in time: then its log says why.
+Exit code 0 once it is ready; 1 when it has gone; 3 when it is not ready in time. Its log says why.
 """
 
 import argparse

@@ -52,16 +52,11 @@ def tell(server: Server, command: str, worker_id: str, body: dict[str, Any]) -> 
         return
     message = error_message(answer)
     if response.status == 400:
-        raise ConfigError(message, hint=f"workers here: {', '.join(states(server)) or 'none'}")
+        raise ConfigError(message, hint=f"workers here: {', '.join(workers(server)) or 'none'}")
     raise Unavailable(message) if response.status >= 500 else HeadwaterError(message)
 
 
-def states(server: Server) -> dict[str, str]:
-    """By worker."""
-    return {worker_id: str(worker["state"]) for worker_id, worker in workers(server).items()}
-
-
 def workers(server: Server) -> dict[str, dict[str, Any]]:
-    """What the frontend says about each."""
+    """What the frontend says about each, by id."""
     document: dict[str, Any] = server.get_json("/debug/cluster")
     return {str(worker["worker_id"]): worker for worker in document["workers"]}
