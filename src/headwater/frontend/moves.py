@@ -4,6 +4,7 @@ A worker is killed, hung, cut off or out of memory, refuses a sequence, or is to
 
     refused, nothing sent yet       another worker at once, a few times; then the refusal is the answer
     told to leave                   another worker; when there is none, wait for one
+    not prefilled elsewhere         the same, with another one to prefill
     lost                            the same, unless the request is what workers die of (`headwater.frontend.suspects`)
 
 Each stream may move so many times and wait so long; then it ends with an error that says so. Whoever waits is looked
@@ -92,7 +93,7 @@ class Moves:
         self._suspects.clear(stream)
 
     def returned(self, worker_id: str) -> None:
-        """A worker that hung is back in service."""
+        """A worker that hung, or was cut off, lives."""
         self._suspects.absolve(worker_id, self._streams)
 
     def ended(self, stream: Stream) -> None:

@@ -108,7 +108,7 @@ class Vigil:
             watched.computed = min(now, watched.computed + seconds)
 
     def suspects(self, now: float) -> list[tuple[str, float]]:
-        """Workers at work that have been silent for half of what is in order, and since when."""
+        """Workers at work that have been silent for half of what is in order at least, and since when."""
         least_s = self.limits.hang_timeout_s / 2
         return [
             (worker_id, watched.moved_on)
