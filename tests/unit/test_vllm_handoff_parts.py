@@ -16,9 +16,11 @@ import torch
 from engine_doubles import install
 from headwater.engines.external import OpenStream, Totals
 from headwater.engines.kv_conformance import Outsider
+from headwater.engines.vllm import staging
 from headwater.engines.vllm.port import StagingPort
 from headwater.engines.vllm.staging import Staging
-from headwater.errors import HeadwaterError, Overloaded
+from headwater.errors import HeadwaterError, ModelError, Overloaded
+from headwater.kv.connectors.vllm_staging import Exported, LoadParams, Registered, StagingAddress, StagingClient
 from headwater.protocol.request import EngineRequest, ExportOrder, SamplingParams, SequenceOutput
 from headwater.runtime.conformance import eventually
 from headwater.scheduler.outside import FirstToken
@@ -242,7 +244,7 @@ def test_a_prompt_of_one_engine_is_the_others_context(connector: ModuleType, len
         tokens = tokens_of(length)
         reader = await exported(prefill, 1, tokens)
         assert len(reader.readable) == -(-length // BLOCK)
-        first = FirstToken(prefill.outputs[1].token_ids[0])
+        first = FirstToken(prefill.outputs[1].token_ids[0], num_cached_tokens=3)
         loader = await loading(decode, 2, tokens)
         started = loader.started[2]
         assert (started.first_block, len(started.blocks), started.num_tokens) == (0, -(-length // BLOCK), length)
@@ -251,6 +253,7 @@ def test_a_prompt_of_one_engine_is_the_others_context(connector: ModuleType, len
         decode.port.prefilled(2, first)
         decode.serve()
         assert decode.outputs[2].token_ids[0] == first.token_id
+        assert decode.outputs[2].num_cached_tokens == 3, "over there"
         assert decode.computed == 1, "the last token, again"
         assert prefill.staging.layout == decode.staging.layout
 
@@ -319,9 +322,94 @@ def test_what_the_engine_has_itself_is_not_asked_for(connector: ModuleType) -> N
         decode.resident = 5  # one more by now
         decode.serve()
         assert decode.outputs[2].token_ids == [expected]
+        assert decode.outputs[2].num_cached_tokens == 4 * BLOCK
         prefill.port.release(1)
 
     run(connector, scenario)
+
+
+def test_the_last_block_is_asked_for_though_the_engine_has_it(connector: ModuleType) -> None:
+    """Its last token is computed, and vLLM then does without the block."""
+
+    async def scenario(prefill: Stand, decode: Stand) -> None:
+        decode.resident = 10
+        loader = await loading(decode, 2, tokens_of(40))
+        started = loader.started[2]
+        assert (started.first_block, len(started.blocks)) == (9, 1)
+        decode.abort([2])
+        await eventually(lambda: 2 in loader.ended, "it is told to stop")
+        decode.port.stopped(2)
+
+    run(connector, scenario)
+
+
+def test_blocks_pass_in_pieces(connector: ModuleType) -> None:
+    async def scenario(prefill: Stand, decode: Stand) -> None:
+        for stand in (prefill, decode):
+            stand.workers[0]._worker._copier.piece_blocks = 2
+        tokens = tokens_of(90)
+        reader = await exported(prefill, 1, tokens)
+        assert len(reader.readable) == 23
+        loader = await loading(decode, 2, tokens)
+        copied(prefill, reader.readable, decode, loader.started[2].blocks)
+        prefill.port.release(1)
+        decode.port.prefilled(2, FirstToken(0))
+        decode.serve()
+        assert decode.outputs[2].token_ids == prefill.outputs[1].token_ids
+
+    run(connector, scenario)
+
+
+def test_what_was_preempted_after_its_load_is_computed(connector: ModuleType) -> None:
+    """Its slots may be somebody else's by then."""
+
+    async def scenario(prefill: Stand, decode: Stand) -> None:
+        request: Any = Request("r", tokens_of(40))
+        request.kv_transfer_params = LoadParams(0, 40, list(range(10))).request_params()
+        assert decode.scheduler.get_num_new_matched_tokens(request, 0) == (40, True)
+        request.num_preemptions = 1
+        assert decode.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
+    run(connector, scenario)
+
+
+def test_a_block_can_be_read_when_every_rank_has_copied_its_part(connector: ModuleType) -> None:
+    async def scenario(prefill: Stand, decode: Stand) -> None:
+        reader = Outsider()
+        prefill.port.read(1, reader)
+        prefill.submit([request_of(1, tokens_of(40), 0)])
+        assert prefill.staging.on_news is not None
+        prefill.staging.on_news(Exported(0, 1, 5))
+        assert reader.exported == []
+        prefill.staging.on_news(Exported(1, 1, 2))
+        assert [(one.first_block, len(one.blocks)) for one in reader.exported] == [(0, 2)]
+        prefill.serve()
+        await eventually(lambda: 1 in prefill.outputs, "the first token comes")
+        prefill.port.release(1)
+
+    run(connector, scenario, tp=2)
+
+
+@pytest.mark.parametrize(("layout", "trouble"), [("b", "differently"), (None, "without")])
+def test_ranks_that_differ_or_say_nothing_end_the_start(
+    layout: str | None, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_REGISTER_S", 0.05 if layout is None else 20.0)
+
+    async def start() -> None:
+        made = Staging(1 << 16)
+        client = StagingClient(StagingAddress.of(made.connector(os.getpid())["kv_connector_extra_config"]))
+        try:
+            client.tell(Registered(0, 2, "a", 64))
+            if layout is not None:
+                client.tell(Registered(1, 2, layout, 64))
+            with pytest.raises(ModelError, match=trouble):
+                await made.registered()
+        finally:
+            client.close()
+            made.close()
+
+    asyncio.run(start())
 
 
 def test_a_prefix_that_was_evicted_meanwhile_is_computed_with_all_after_it(connector: ModuleType) -> None:
@@ -394,6 +482,18 @@ def test_an_aborted_load_keeps_its_slots_until_its_loader_stops(connector: Modul
         assert decode.staging.num_free == NUM_SLOTS - 10
         decode.port.stopped(2)
         assert not decode.handed
+
+    run(connector, scenario)
+
+
+def test_an_aborted_request_that_vllm_has_gives_its_slots_back(connector: ModuleType) -> None:
+    async def scenario(prefill: Stand, decode: Stand) -> None:
+        loader = await loading(decode, 2, tokens_of(40))
+        decode.port.prefilled(2, FirstToken(0))
+        decode.abort([2])
+        assert (decode.port.loading, decode.staging.num_free) == (False, NUM_SLOTS)
+        decode.serve()
+        assert (loader.ended, decode.outputs) == ({}, {})
 
     run(connector, scenario)
 

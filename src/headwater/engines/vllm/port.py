@@ -154,13 +154,9 @@ class StagingPort:
 
     def stopped(self, stream: int) -> None:
         load = self._loads.get(stream)
-        if load is None:
-            return
-        if stream in self._owner.open:
+        if load is not None:
             load.num_cached = load.first_block * self._size
             self._hand_over(stream, load)
-        else:
-            self._drop_load(stream)
 
     # ---- reading, asked by the reader
 
@@ -310,7 +306,7 @@ class StagingPort:
         self._loop.call_soon(loader.on_load_ended, LoadEnded(stream, reason))
 
     def _hand_over(self, stream: int, load: _Load) -> None:
-        """With what has arrived."""
+        """With what has arrived, unless nobody waits for it any more."""
         if load.handed_over:
             return
         load.timer.cancel()
