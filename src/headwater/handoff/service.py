@@ -97,16 +97,15 @@ class Handoffs:
             self._prefill.observe(report)
 
     def counts(self) -> HandoffCounts | None:
-        if (tickets := self._tickets) is not None:
-            moved = HandoffCounts(tickets.done, tickets.fell_back, 0, 0)
-            return moved if tickets.done or tickets.fell_back else None
-        if (paired := self._paired) is not None:
-            moved = HandoffCounts(paired.done, paired.failed, 0, 0)
-            return moved if paired.done or paired.failed else None
-        decode, prefill = self._decode, self._prefill
-        if decode is None or prefill is None:
-            return None
-        counts = HandoffCounts(decode.done, decode.fell_back, decode.blocks_moved, prefill.blocks_sent)
+        """None: there was none yet."""
+        counts = HandoffCounts(0, 0, 0, 0)
+        if self._decode is not None and self._prefill is not None:
+            decode = self._decode
+            counts = HandoffCounts(decode.done, decode.fell_back, decode.blocks_moved, self._prefill.blocks_sent)
+        elif self._tickets is not None:
+            counts = HandoffCounts(self._tickets.done, self._tickets.fell_back, 0, 0)
+        elif self._paired is not None:
+            counts = HandoffCounts(self._paired.done, self._paired.failed, 0, 0)
         return counts if counts != HandoffCounts(0, 0, 0, 0) else None
 
     async def drain(self, timeout_s: float) -> None:
