@@ -1,6 +1,7 @@
 """The life of blocks against a model: random writers, readers, deaths and evictions; invariants after every step."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -275,6 +276,19 @@ def test_blocks_past_their_time_are_not_served() -> None:
     assert ledger.lease(1, FAMILIES[0], CHAIN[0], 0.0, 10)[1] != [None]
     assert ledger.lease(1, FAMILIES[0], CHAIN[0], 0.0, 11)[1] == [None]
     assert known(ledger, [0]) == [False]
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "cost"])
+def test_blocks_stay_in_the_account_that_they_came_to(policy: PolicyName) -> None:
+    ledger = make_ledger(policy)
+    ledger.limit("gold", 0.5)
+    store(ledger, [0, 1], FAMILIES[1])
+    store(ledger, [2], FAMILIES[0])
+    ledger.limit("gold", 1.0)
+    store(ledger, [3], FAMILIES[1])
+    ledger.check()
+    ledger.remove(CHAIN[0])
+    ledger.check()
 
 
 def test_writers_together_hold_no_more_than_their_part() -> None:

@@ -178,6 +178,13 @@ def test_limits_divide_what_is_not_guaranteed() -> None:
     assert list(shares.payers(others)) == [others], "a is within its limit of a tenth of a half, and gold of a half"
 
 
+def test_whoever_has_nothing_yet_gets_room_from_those_who_have_all() -> None:
+    shares = Shares()
+    shares.limit("a", 0.1)
+    shares.charge(OTHERS, 500)
+    assert list(shares.payers(shares.group_of("a"))) == [OTHERS, shares.group_of("a")]
+
+
 def test_limits_change_and_come_to_an_end() -> None:
     shares = Shares()
     assert list(shares.payers(OTHERS)) == [OTHERS]
@@ -191,11 +198,15 @@ def test_limits_change_and_come_to_an_end() -> None:
     assert list(shares.payers(OTHERS)) == [a, OTHERS], "what is there is still limited"
     for number in range(2 * MAX_GROUPS):
         shares.limit(f"tenant {number}", 0.1)
+    groups = [shares.group_of(f"tenant {number}") for number in range(2 * MAX_GROUPS)]
+    assert a not in groups, "what is there is a's"
+    assert groups[-1] != OTHERS
+    own = [group for group in groups if group != OTHERS]
+    assert len(own) == len(set(own)) == MAX_GROUPS - 2
+    assert max(own) < Shares.num_groups
     shares.charge(a, -10)
-    assert a not in {shares.group_of(f"tenant {number}") for number in range(MAX_GROUPS)}
-    groups = {shares.group_of(f"tenant {number}") for number in range(MAX_GROUPS, 2 * MAX_GROUPS)} - {OTHERS}
-    assert groups
-    assert max(groups) < Shares.num_groups
+    shares.limit("another", 0.1)
+    assert shares.group_of("another") == a
 
 
 @given(st.dictionaries(st.integers(0, 7), st.tuples(st.floats(0.01, 1.0), st.integers(1, 10**9)), min_size=1))

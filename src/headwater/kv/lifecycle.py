@@ -14,7 +14,7 @@ use what it read. A block removed while leased becomes invisible at once and is 
 Pure: bytes are moved by others, time is given. One ledger has one caller.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -353,7 +353,10 @@ class Ledger:
         assert self._writing == {block.id for one in live for block, _ in one.blocks.values()}
         assert {ticket for tickets in self._reserved_by.values() for ticket in tickets} == self._reservations.keys()
         assert sum(bytes_ for _, _, bytes_ in self.families.usage()) <= self.space.used_bytes
-        assert self._shares.used_bytes == sum(self._slot_bytes(slot) for slot in committed)
+        charged: Counter[int] = Counter()
+        for slot in committed:
+            charged[self._policy.group_of(slot)] += self._slot_bytes(slot)
+        assert self._shares.used_bytes == charged
 
     # Inside
 

@@ -35,13 +35,8 @@ class Shares:
         self._divided = 1.0 - total
         self._limits: dict[int, float] = {OTHERS: 1.0}
         """By group; of those whose tenant has no limit any more too, until another one takes the group."""
-        self._used: dict[int, int] = {}
-        """Of groups that have any."""
-
-    @property
-    def used_bytes(self) -> int:
-        """Of all groups."""
-        return sum(self._used.values())
+        self.used_bytes: dict[int, int] = {}
+        """By group, of those that have any."""
 
     def group_of(self, tenant: str) -> int:
         return self._groups.get(tenant, OTHERS)
@@ -59,11 +54,11 @@ class Shares:
 
     def charge(self, group: int, num_bytes: int) -> None:
         """Negative to give back."""
-        used = self._used.get(group, 0) + num_bytes
+        used = self.used_bytes.get(group, 0) + num_bytes
         if used:
-            self._used[group] = used
+            self.used_bytes[group] = used
         else:
-            self._used.pop(group, None)
+            self.used_bytes.pop(group, None)
 
     def payers(self, asking: int) -> Iterator[int]:
         """Groups in the order in which they should give up a block for `asking`: those over their share by most
@@ -81,11 +76,11 @@ class Shares:
 
     def _over(self, asking: int) -> dict[int, float]:
         """Groups over their share, and how much they press: bytes per part of the tier."""
-        total = self.used_bytes
-        dividing = {OTHERS, asking, *self._used} & self._limits.keys()
+        total = sum(self.used_bytes.values())
+        dividing = {OTHERS, asking, *self.used_bytes} & self._limits.keys()
         divided = self._divided / sum(map(self._limits.__getitem__, dividing))
         over: dict[int, float] = {}
-        for group, used in self._used.items():
+        for group, used in self.used_bytes.items():
             limit = self._limits.get(group)
             pressure = used / (self._guaranteed[group] if limit is None else divided * limit)
             if pressure > total:
@@ -97,7 +92,7 @@ class Shares:
         first = len(self._guaranteed)
         if len(self._limits) + first <= MAX_GROUPS:
             return first + len(self._limits) - 1
-        group = next((group for group in range(first, MAX_GROUPS) if group not in self._used), OTHERS)
+        group = next((group for group in range(first, MAX_GROUPS) if group not in self.used_bytes), OTHERS)
         if group != OTHERS:
             self._groups = {tenant: number for tenant, number in self._groups.items() if number != group}
         return group
