@@ -15,8 +15,10 @@ import pytest
 
 from headwater.errors import ConfigError, TierUnavailable
 from headwater.kv.block import Block
+from headwater.kv.space import PAGE_BYTES
 from headwater.kv.stores.base import Absent, Kept
 from headwater.kv.stores.disk import DiskTier
+from headwater.kv.stores.disk_files import DiskSizes
 from kv_disk_child import open_tier
 from kv_fixtures import blocks_of, buffers, chain, family_of, payload_of
 
@@ -67,6 +69,14 @@ def test_files_are_closed_to_others(tmp_path: Path) -> None:
         asyncio.run(check())
     finally:
         os.umask(before)
+
+
+def test_a_manifest_cannot_ask_for_more_chunks_than_memory_has_room_for() -> None:
+    def chunk_bytes(asked: int) -> int:
+        return DiskSizes.of(8 << 30, 64, asked).chunk_bytes
+
+    assert chunk_bytes(16 << 10) == 16 << 10
+    assert chunk_bytes(PAGE_BYTES) == chunk_bytes(0) > 16 << 10
 
 
 def test_a_closed_tier_reopens_warm(tmp_path: Path) -> None:
