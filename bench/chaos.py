@@ -35,8 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from processes import free_port
-from recovery import etcd_words, until_healthy
+from processes import Etcd, free_port
 
 JSON = dict[str, Any]
 FAULTS = ("kill", "stop", "cut", "drain", "registry", "roll")
@@ -172,7 +171,9 @@ class Cluster:
     supervisor: asyncio.subprocess.Process
     lone: asyncio.subprocess.Process | None = None
     """The worker in a namespace of its own."""
-    etcd: "Etcd | None" = None
+    etcd: Etcd | None = None
+    """A registry that can be away for a while."""
+    etcd_outage_s: float = 0.0
 
     def get(self, path: str) -> JSON:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
@@ -190,38 +191,22 @@ class Cluster:
         return []
 
 
-class Etcd:
-    """A registry that can be away for a while."""
-
-    def __init__(self, folder: Path, outage_s: float) -> None:
-        self.outage_s = outage_s
-        self.port = free_port()
-        self._words = etcd_words(folder, self.port, free_port())
-        self.start()
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(self._words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until_healthy(self.port)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 @contextlib.asynccontextmanager
 async def running(args: argparse.Namespace, *, cut: bool) -> AsyncIterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="hwc-"))
     port = free_port()
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    etcd = Etcd(folder / "etcd", args.etcd) if args.etcd else None
+    etcd = Etcd(folder / "etcd") if args.etcd else None
     registry = f"etcd://127.0.0.1:{etcd.port}/chaos" if etcd is not None else (folder / "registry").as_uri()
     command = [sys.executable, "-m", "headwater"]
     shared = ["--registry", registry, "--threads", "1", "--drain-timeout", "20s", "--num-kv-blocks", "2048"]
     shared += ["--engine", args.engine]
     serve = [*command, "serve", *shared, "--port", str(port), "--workers", str(args.workers - cut)]
+    if etcd is not None:
+        await asyncio.to_thread(etcd.start)
     with (folder / "log").open("wb") as log:
         supervisor = await asyncio.create_subprocess_exec(*serve, env=environment, stdout=log, stderr=log)
-        cluster = Cluster(folder, port, supervisor, etcd=etcd)
+        cluster = Cluster(folder, port, supervisor, etcd=etcd, etcd_outage_s=args.etcd)
         try:
             if cut:
                 await asyncio.to_thread(make_namespace)
@@ -340,7 +325,7 @@ class Faults:
         etcd = self._cluster.etcd
         if etcd is not None:
             etcd.kill()
-            await asyncio.sleep(etcd.outage_s)
+            await asyncio.sleep(self._cluster.etcd_outage_s)
             await asyncio.to_thread(etcd.start)
             return
         await asyncio.to_thread(shutil.rmtree, self._cluster.folder / "registry", True)

@@ -13,17 +13,15 @@ import asyncio
 import contextlib
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import uvloop
 from own_cluster import wait_ready
-from processes import cpu_s, free_port, rss_mb, running
+from processes import Etcd, cpu_s, free_port, rss_mb, running
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.mocker.engine import MockerEngine
@@ -95,58 +93,38 @@ def restart_frontend(args: argparse.Namespace) -> None:
                         print(f"frontend with {args.blocks:,} blocks: {figures}", flush=True)
 
 
-def etcd_words(folder: Path, port: int, peer_port: int) -> list[str]:
-    client, peer = (f"http://127.0.0.1:{number}" for number in (port, peer_port))
-    words = ["etcd", "--data-dir", str(folder), "--listen-client-urls", client, "--advertise-client-urls", client]
-    words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-    return [*words, "--initial-cluster", f"default={peer}"]
-
-
-def until_healthy(port: int) -> None:
-    while True:
-        with contextlib.suppress(OSError):
-            if b"true" in urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).read():
-                return
-        time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def etcd(folder: Path, port: int, peer_port: int) -> Iterator[None]:
-    process = subprocess.Popen(
-        etcd_words(folder, port, peer_port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        until_healthy(port)
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
 async def etcd_outage(outage_s: float) -> None:
     with tempfile.TemporaryDirectory(prefix="hw-etcd-") as folder:
-        ports = free_port(), free_port()
-        owner, reader = (open_registry(f"etcd://127.0.0.1:{ports[0]}/bench") for _ in range(2))
-        gone: list[str] = []
-        with etcd(Path(folder), *ports):
-            await owner.register(example_instance())
-            watch = reader.watch()
-            while not isinstance(await anext(watch), InstancePut):
-                pass
-        await asyncio.sleep(outage_s)
-        with etcd(Path(folder), *ports):
-            began = time.monotonic()
-            async for event in watch:
-                if isinstance(event, InstanceGone):
-                    gone.append(event.worker_id)
-                if isinstance(event, Outage) and event.reachable:
-                    break
-            while not await reader.instances():  # noqa: ASYNC110 - it is another process that we wait for
-                await asyncio.sleep(0.02)
-            took_s = time.monotonic() - began
-            print(f"etcd away for {outage_s:g} s: all back {took_s:.2f} s after it, {len(gone)} workers taken for gone")
-            await owner.close()
-            await reader.close()
+        etcd = Etcd(Path(folder))
+        etcd.start()
+        try:
+            await measure_outage(etcd, outage_s)
+        finally:
+            etcd.kill()
+
+
+async def measure_outage(etcd: Etcd, outage_s: float) -> None:
+    owner, reader = (open_registry(f"etcd://127.0.0.1:{etcd.port}/bench") for _ in range(2))
+    gone: list[str] = []
+    await owner.register(example_instance())
+    watch = reader.watch()
+    while not isinstance(await anext(watch), InstancePut):
+        pass
+    etcd.kill()
+    await asyncio.sleep(outage_s)
+    etcd.start()
+    began = time.monotonic()
+    async for event in watch:
+        if isinstance(event, InstanceGone):
+            gone.append(event.worker_id)
+        if isinstance(event, Outage) and event.reachable:
+            break
+    while not await reader.instances():  # noqa: ASYNC110 - it is another process that we wait for
+        await asyncio.sleep(0.02)
+    took_s = time.monotonic() - began
+    print(f"etcd away for {outage_s:g} s: all back {took_s:.2f} s after it, {len(gone)} workers taken for gone")
+    await owner.close()
+    await reader.close()
 
 
 def main() -> None:
