@@ -8,7 +8,8 @@ import uvloop
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo, ProgressSink
-from headwater.engines.external import ExternalEngine, Gathered, OpenStream
+from headwater.engines.external import ExternalEngine, OpenStream
+from headwater.engines.gathered import Gathered
 from headwater.engines.watched import Bench, Recorder
 from headwater.errors import Unavailable
 from headwater.protocol.cluster import ModelCard

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,8 +44,6 @@ REPORT_INTERVAL_S = 0.02
 """Least time between two load reports of a busy engine."""
 HEARTBEAT_S = 1.0
 _MAX_TIMINGS = 64
-_STEP_SPREAD_S = 0.001
-"""Within which a server has written what one step of its engine brought."""
 
 
 @dataclass(slots=True)
@@ -414,51 +412,6 @@ class ExternalEngine(ABC):
     def _beat(self) -> None:
         self._report()
         self._arm_heartbeat()
-
-
-class Gathered:
-    """A sink for single outputs: hands on those of one step of the other side, one output per sequence.
-
-    A step has come when as many sequences as `awaited` says have brought something, or a moment after the first one:
-    what is handed on costs by the step, here and in every frontend. 0 awaited: what one turn of the event loop brought.
-    """
-
-    def __init__(self, deliver: Callable[[list[SequenceOutput]], None], awaited: Callable[[], int] = int) -> None:
-        self._deliver = deliver
-        self._awaited = awaited
-        self._pending: dict[int, SequenceOutput] = {}
-        self._timer: asyncio.TimerHandle | None = None
-
-    def take(self, output: SequenceOutput) -> None:
-        """The output is the sink's from now on."""
-        begins = not self._pending
-        known = self._pending.setdefault(output.stream, output)
-        if known is not output and known.finish_reason is None:
-            _join(known, output)
-        if not begins and self._timer is None:
-            return
-        loop = asyncio.get_running_loop()
-        if len(self._pending) < self._awaited():
-            self._timer = self._timer or loop.call_later(_STEP_SPREAD_S, self._flush)
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._timer = None
-        outputs, self._pending = list(self._pending.values()), {}
-        self._deliver(outputs)
-
-
-def _join(first: SequenceOutput, second: SequenceOutput) -> None:
-    """Make one output of two of the same sequence."""
-    first.token_ids += second.token_ids
-    first.relayed += second.relayed
-    first.finish_reason, first.stop_token_id, first.error = second.finish_reason, second.stop_token_id, second.error
-    if second.logprobs is not None:
-        first.logprobs = (first.logprobs or []) + second.logprobs
 
 
 def _with_room_to_prefill(info: EngineInfo) -> EngineInfo:

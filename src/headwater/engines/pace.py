@@ -6,7 +6,8 @@ while no prompt is being computed, and the first token of a prompt that was comp
 
 from collections.abc import Mapping, Sequence
 
-from headwater.engines.external import OpenStream
+from headwater.config.schema import EngineConfig
+from headwater.engines.external import ExternalEngine, OpenStream
 from headwater.protocol.events import StepTiming
 from headwater.protocol.request import SequenceOutput
 
@@ -52,3 +53,21 @@ class Pace:
             return None
         pairs = new * cached + new * (new + 1) // 2
         return StepTiming(new, pairs, 0, 0, (now - stream.submitted) * 1e3)
+
+
+class PacedEngine(ExternalEngine):
+    """One that tells no step times."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.pace = Pace(0)
+        """To be told how much a step may compute."""
+
+    def deliver_step(self, outputs: list[SequenceOutput]) -> None:
+        """As `deliver`, and judged by when it comes."""
+        timing = self.pace.observe(outputs, self.open, self.clock.now())
+        if timing is not None:
+            self.time_step(timing)
+        self.deliver(outputs)
+        if not self.open:
+            self.pace.forget()

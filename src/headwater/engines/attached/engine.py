@@ -33,12 +33,13 @@ from headwater.engines.attached.http import Server, ServerAddress, Unreachable, 
 from headwater.engines.attached.relay import relayed_request
 from headwater.engines.attached.texts import server_texts
 from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
-from headwater.engines.external import ExternalEngine, Gathered, OpenStream
+from headwater.engines.external import OpenStream
+from headwater.engines.gathered import Gathered
 from headwater.engines.kv_feed.draining import Draining, ReaderLock
 from headwater.engines.kv_feed.following import Following
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
-from headwater.engines.pace import Pace
+from headwater.engines.pace import Pace, PacedEngine
 from headwater.engines.texts import ModelTexts
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InvalidRequest, Unavailable, WorkerLost
 from headwater.kv.identity import namespace
@@ -62,7 +63,7 @@ _MAX_ABORTING = 1024
 """Messages under way; beyond that a closed connection has to do."""
 
 
-class AttachedEngine(ExternalEngine):
+class AttachedEngine(PacedEngine):
     """See `headwater.engines.base.Engine`."""
 
     def __init__(self, config: EngineConfig, placement: Placement = ALONE) -> None:
@@ -81,8 +82,7 @@ class AttachedEngine(ExternalEngine):
         self._publishes = _own_part("--attach-kv-events", config.attach_kv_events, placement.index)
         self._answers: dict[int, asyncio.Task[None]] = {}
         self._aborting: set[asyncio.Task[None]] = set()
-        self._gathered = Gathered(self._on_outputs, lambda: self.num_generating)
-        self._pace = Pace(config.max_num_batched_tokens or 0)
+        self._gathered = Gathered(self.deliver_step, lambda: self.num_generating)
         self._said: ServerLoad | None = None
         self._failing_since: float | None = None
 
@@ -93,7 +93,7 @@ class AttachedEngine(ExternalEngine):
         dialect, found = await self._await_server(server, progress)
         self._dialect, self._found = dialect, found
         describer = Describer(self.config, self._address, dialect, found)
-        self._pace = Pace(describer.sizes.max_num_batched_tokens)
+        self.pace = Pace(describer.sizes.max_num_batched_tokens)
         if self._adapters and not found.adapters:
             raise ConfigError(f"--attach-adapters: {self._address.url} ({dialect.name}) takes none by their folder")
         texts = None
@@ -328,14 +328,6 @@ class AttachedEngine(ExternalEngine):
         if isinstance(error, Unreachable):
             self._lose(error)
         self._gathered.take(SequenceOutput.failed(number, error))
-
-    def _on_outputs(self, outputs: list[SequenceOutput]) -> None:
-        timing = self._pace.observe(outputs, self.open, self.clock.now())
-        if timing is not None:
-            self.time_step(timing)
-        self.deliver(outputs)
-        if not self.open:
-            self._pace.forget()
 
     def _expected_cached(self, stream: OpenStream) -> int:
         """What the events say is resident; the server need not say itself."""

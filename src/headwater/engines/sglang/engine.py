@@ -14,11 +14,12 @@ from pathlib import Path
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
-from headwater.engines.external import ExternalEngine, Gathered, OpenStream
+from headwater.engines.external import OpenStream
+from headwater.engines.gathered import Gathered
 from headwater.engines.kv_feed.following import Following
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
-from headwater.engines.pace import Pace
+from headwater.engines.pace import Pace, PacedEngine
 from headwater.engines.sglang.arguments import SglangArguments, sglang_arguments
 from headwater.engines.sglang.describe import engine_info, settings_of
 from headwater.engines.sglang.host import Loads, News, SglangHost
@@ -27,17 +28,16 @@ from headwater.engines.sglang_wire.answers import Chunk, SglangReader
 from headwater.engines.sglang_wire.arguments import generate_arguments
 from headwater.engines.sglang_wire.events import feeds_of
 from headwater.engines.sglang_wire.settings import SglangSettings
+from headwater.engines.starting import pulse
 from headwater.engines.texts import texts_and_weights
 from headwater.errors import HeadwaterError, WorkerLost
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import SequenceOutput
 
-_PULSE_S = 5.0
-"""Between two signs of life while SGLang starts."""
 _SHUTDOWN_TIMEOUT_S = 15.0
 
 
-class SglangEngine(ExternalEngine):
+class SglangEngine(PacedEngine):
     """See `headwater.engines.base.Engine`."""
 
     def __init__(self, config: EngineConfig, placement: Placement = ALONE) -> None:
@@ -46,8 +46,7 @@ class SglangEngine(ExternalEngine):
         self._host: SglangHost | None = None
         self._settings = SglangSettings()
         self._readers: dict[int, SglangReader] = {}
-        self._gathered = Gathered(self._on_outputs)
-        self._pace = Pace(1)
+        self._gathered = Gathered(self.deliver_step)
         self._loads = Loads(0, 0, 0)
         self._nonce = secrets.token_hex(4)
         self._following: Following | None = None
@@ -61,14 +60,11 @@ class SglangEngine(ExternalEngine):
         self._folder = Path(tempfile.mkdtemp(prefix="headwater-sglang-"))
         arguments = await asyncio.to_thread(sglang_arguments, self.config, model, self._folder, self._placement)
         self._host = SglangHost(self._on_news, self._on_loads, self.fail)
-        pulse = asyncio.create_task(_pulse(progress))
-        try:
+        async with pulse("SGLang", progress):
             started = await self._host.start(arguments.server)
-        finally:
-            pulse.cancel()
         settings = self._settings = settings_of(started)
         info = engine_info(self.config, texts, started, settings, _adapters(arguments.server))
-        self._pace = Pace(info.max_num_batched_tokens)
+        self.pace = Pace(info.max_num_batched_tokens)
         self._follow_events(info, arguments)
         progress(Progress("ready", detail=info.card.name))
         return info
@@ -143,14 +139,6 @@ class SglangEngine(ExternalEngine):
             self._host.abort([stream])
         return output
 
-    def _on_outputs(self, outputs: list[SequenceOutput]) -> None:
-        timing = self._pace.observe(outputs, self.open, self.clock.now())
-        if timing is not None:
-            self.time_step(timing)
-        self.deliver(outputs)
-        if not self.open:
-            self._pace.forget()
-
     def _on_loads(self, loads: Loads) -> None:
         self._loads = loads
         self.note_changed()
@@ -168,12 +156,3 @@ def _adapter_name(one: object) -> str:
         return str(one["lora_name"])
     name: object = getattr(one, "lora_name", None)
     return str(name) if name is not None else str(one).partition("=")[0]
-
-
-async def _pulse(progress: ProgressSink) -> None:
-    """SGLang does not say how far it is; a supervisor must hear that it lives."""
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    while True:
-        progress(Progress("load", loop.time() - began, None, "s", "SGLang is starting"))
-        await asyncio.sleep(_PULSE_S)

@@ -15,9 +15,11 @@ from typing import Any
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
-from headwater.engines.external import ExternalEngine, Gathered, OpenStream
+from headwater.engines.external import ExternalEngine, OpenStream
+from headwater.engines.gathered import Gathered
 from headwater.engines.kv_feed.draining import Draining
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
+from headwater.engines.starting import pulse, starting
 from headwater.engines.steps import PrefillProgress
 from headwater.engines.texts import texts_and_weights
 from headwater.engines.trtllm.arguments import TrtllmArguments, trtllm_arguments
@@ -27,22 +29,13 @@ from headwater.engines.trtllm.installed import Installed, load_installed
 from headwater.engines.trtllm.outputs import OutputReader
 from headwater.engines.trtllm.sampling import trtllm_sampling
 from headwater.engines.trtllm_words import adapter_number, priority_of
-from headwater.errors import (
-    ConfigError,
-    EngineFailed,
-    HeadwaterError,
-    InvalidRequest,
-    ModelError,
-    WorkerLost,
-)
+from headwater.errors import EngineFailed, HeadwaterError, InvalidRequest, WorkerLost
 from headwater.kv.identity import namespace
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import EngineRequest, SequenceOutput
 
 _log = logging.getLogger(__name__)
 
-_PULSE_S = 5.0
-"""Between two signs of life while TensorRT-LLM starts."""
 _WARM_TIMEOUT_S = 120.0
 _TICKET_S = 60.0
 """Until the first token: longer than TensorRT-LLM itself waits for KV (`kv_transfer_timeout_ms`)."""
@@ -73,15 +66,10 @@ class TrtllmEngine(ExternalEngine):
         installed = self._installed = await asyncio.to_thread(load_installed)
         texts, model = await asyncio.to_thread(texts_and_weights, self.config, "trtllm", progress)
         arguments = trtllm_arguments(self.config, model)
-        pulse = asyncio.create_task(_pulse(progress))
-        try:
+        async with pulse("TensorRT-LLM", progress):
             self._llm = await asyncio.to_thread(_start, installed, arguments)
             self._ends = list(texts.eos_token_ids)
-            self._stats = await asyncio.wait_for(self._warm(installed), _WARM_TIMEOUT_S)
-        except TimeoutError as error:
-            raise EngineFailed(f"TensorRT-LLM computed nothing within {_WARM_TIMEOUT_S:.0f} s") from error
-        finally:
-            pulse.cancel()
+            self._stats = await self._warm(installed)
         self._adapters = arguments.adapters
         info = engine_info(self.config, texts, self._llm, self._stats, list(arguments.adapters))
         card = self._card = info.card
@@ -102,12 +90,19 @@ class TrtllmEngine(ExternalEngine):
                 await asyncio.wait_for(asyncio.to_thread(llm.shutdown), _SHUTDOWN_TIMEOUT_S)
 
     async def _warm(self, installed: Installed) -> Mapping[str, Any]:
-        """One token, so that it is known to compute; then it says how many blocks it has."""
+        """One token, so that it is known to compute; then it says how many blocks it has. Raises `EngineFailed`."""
         token = self._ends[0] if self._ends else 0
         sampling = installed.SamplingParams(
             end_id=-1, pad_id=0, max_tokens=1, temperature=0.0, top_k=1, detokenize=False, add_special_tokens=False
         )
-        await self._llm.generate_async([token], sampling_params=sampling, streaming=False)
+        try:
+            async with asyncio.timeout(_WARM_TIMEOUT_S):
+                await self._llm.generate_async([token], sampling_params=sampling, streaming=False)
+                return await self._first_stats()
+        except TimeoutError as error:
+            raise EngineFailed(f"TensorRT-LLM computed nothing within {_WARM_TIMEOUT_S:.0f} s") from error
+
+    async def _first_stats(self) -> Mapping[str, Any]:
         while True:
             async for stats in self._llm.get_stats_async(_STATS_WAIT_S):
                 if stats.get("kvCacheStats"):
@@ -309,20 +304,5 @@ class TrtllmEngine(ExternalEngine):
 
 def _start(installed: Installed, arguments: TrtllmArguments) -> Any:
     """In a thread: loading takes minutes."""
-    try:
+    with starting("TensorRT-LLM", "flags are arguments of tensorrt_llm.LLM, with dashes"):
         return installed.LLM(**arguments.llm)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise ConfigError(
-            f"TensorRT-LLM: {error}", hint="flags are arguments of tensorrt_llm.LLM, with dashes"
-        ) from error
-    except (RuntimeError, OSError) as error:
-        raise ModelError(f"TensorRT-LLM did not start: {error}", hint="its own log, above, says why") from error
-
-
-async def _pulse(progress: ProgressSink) -> None:
-    """TensorRT-LLM does not say how far it is; a supervisor must hear that it lives."""
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    while True:
-        progress(Progress("load", loop.time() - began, None, "s", "TensorRT-LLM is starting"))
-        await asyncio.sleep(_PULSE_S)

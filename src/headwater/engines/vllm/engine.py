@@ -34,6 +34,7 @@ from headwater.engines.kv_feed.following import Following
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
 from headwater.engines.kv_params import kv_transfer_params, ticket_of
+from headwater.engines.starting import pulse, starting
 from headwater.engines.steps import PrefillProgress
 from headwater.engines.texts import texts_and_weights
 from headwater.engines.vllm.arguments import (
@@ -50,13 +51,11 @@ from headwater.engines.vllm.outputs import sequence_output
 from headwater.engines.vllm.port import StagingPort
 from headwater.engines.vllm.sampling import vllm_sampling
 from headwater.engines.vllm.staging import Staging
-from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InternalError, InvalidRequest, ModelError
+from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InternalError, InvalidRequest
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.types import TOKEN_ID_BYTES
 
-_PULSE_S = 5.0
-"""Between two signs of life while vLLM starts."""
 _SHUTDOWN_TIMEOUT_S = 8.0
 
 
@@ -90,11 +89,8 @@ class VllmEngine(ExternalEngine):
             self._staging = Staging(self.config.kv_staging)
         await asyncio.to_thread(self._guard.start)
         arguments = await asyncio.to_thread(self._arguments, model)
-        pulse = asyncio.create_task(_pulse(progress))
-        try:
+        async with pulse("vLLM", progress):
             llm: AsyncLLM = await asyncio.to_thread(_start, arguments)
-        finally:
-            pulse.cancel()
         self._llm = llm
         await asyncio.to_thread(self._guard.settle)
         self._tasks_supported = await llm.get_supported_tasks()
@@ -343,21 +339,8 @@ class VllmEngine(ExternalEngine):
         return name
 
 
-async def _pulse(progress: ProgressSink) -> None:
-    """vLLM does not say how far it is; a supervisor must hear that it lives."""
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    while True:
-        progress(Progress("load", loop.time() - began, None, "s", "vLLM is starting"))
-        await asyncio.sleep(_PULSE_S)
-
-
 def _start(arguments: VllmArguments) -> AsyncLLM:
     """In a thread without an event loop: `AsyncLLM` then leaves the reading of outputs to us."""
     logging.logProcesses = logging.logMultiprocessing = True  # vLLM's lines name the process
-    try:
+    with starting("vLLM"):
         return AsyncLLM.from_engine_args(arguments.engine, usage_context=UsageContext.ENGINE_CONTEXT)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise ConfigError(f"vLLM: {error}") from error
-    except (RuntimeError, OSError) as error:
-        raise ModelError(f"vLLM did not start: {error}", hint="its own log, above, says why") from error
