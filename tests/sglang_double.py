@@ -12,17 +12,17 @@ import json
 import threading
 import time
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import zmq
 from aiohttp import web
 
+from block_texts import BlockTexts, salted
 from headwater.config.schema import EngineConfig
 from headwater.engines.mocker.engine import MockerEngine
 from headwater.errors import HeadwaterError
-from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
+from headwater.kv.identity import split_block_ids
 from headwater.protocol.events import BlocksRemoved, BlocksStored, WorkerEvent
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
 
@@ -174,9 +174,8 @@ class Lives:
         self._publisher: Publisher | None = None
         self._answers: dict[int, asyncio.Queue[SequenceOutput]] = {}
         self._names: dict[str, int] = {}
-        self._texts: dict[bytes, tuple[bytes | None, list[int], str | None]] = {}
-        """Of a block: its parent, its tokens, its salt."""
         self._sequences: dict[int, tuple[list[int], str | None]] = {}
+        self._texts = BlockTexts(self._sequences.values)
         self._numbers = itertools.count(1)
         self._retractions_told = 0
 
@@ -305,7 +304,7 @@ class Lives:
             logprobs=body.top_logprobs_num if body.return_logprob else None,
         )
         packed = array("I", body.input_ids).tobytes()
-        key = self._key(body.cache_salt)
+        key = salted(self._info.card, body.cache_salt)
         self._engine.submit([EngineRequest(stream, f"double-{stream}", MODEL, packed, sampling, namespace=key)])
         return stream
 
@@ -335,7 +334,7 @@ class Lives:
 
     def _stored(self, block_id: bytes) -> dict[str, Any]:
         """One event per page; what is null by default is left out."""
-        parent, tokens, salt = self._text_of(block_id)
+        parent, tokens, salt = self._texts.of(block_id, self._info.card)
         event = {
             "type": "BlockStored",
             "block_hashes": [signed(block_id)],
@@ -346,23 +345,6 @@ class Lives:
             "medium": "GPU",
         }
         return event if salt is None else event | {"cache_salt": salt}
-
-    def _text_of(self, block_id: bytes) -> tuple[bytes | None, list[int], str | None]:
-        if block_id not in self._texts:
-            for tokens, salt in self._sequences.values():
-                self._name_blocks(tokens, salt)
-        return self._texts[block_id]
-
-    def _name_blocks(self, tokens: Sequence[int], salt: str | None) -> None:
-        size, parent = self._config.block_size, None
-        joined = chain_block_ids(self._key(salt), array("I", tokens).tobytes(), size)
-        for number, block_id in enumerate(split_block_ids(joined)):
-            self._texts[block_id] = (parent, list(tokens[number * size : (number + 1) * size]), salt)
-            parent = block_id
-
-    def _key(self, salt: str | None) -> bytes:
-        card = self._info.card
-        return namespace(card.fingerprint, card.kv_layout, salt=salt or "")
 
 
 class SglangDouble(Lives):

@@ -13,11 +13,12 @@ from typing import Any
 
 import msgspec
 
+from block_texts import BlockTexts, salted
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo
 from headwater.engines.mocker.engine import MockerEngine
 from headwater.errors import HeadwaterError
-from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
+from headwater.kv.identity import split_block_ids
 from headwater.protocol.events import BlocksRemoved, BlocksStored, LoadReport, WorkerEvent
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
 
@@ -71,8 +72,8 @@ class MockedExecutor:
         self._sends_events = events > 0
         self._tells_salts = salts
         self._event_ids = 0
-        self._texts: dict[bytes, tuple[bytes | None, list[int], str | None]] = {}
         self._sequences: dict[int, _Running] = {}
+        self._texts = BlockTexts(lambda: ((each.tokens, each.salt) for each in self._sequences.values()))
         self._numbers = 0
         self._stats: deque[dict[str, Any]] = deque(maxlen=1000)
         self._steps = 0
@@ -110,7 +111,7 @@ class MockedExecutor:
                     MODEL,
                     packed,
                     sampling,
-                    namespace=self._key(salt),
+                    namespace=salted(self.info.card, salt),
                     resumed_tokens=resumed,
                 )
             ]
@@ -192,7 +193,7 @@ class MockedExecutor:
     def _stored(self, event: BlocksStored) -> None:
         blocks = []
         for block_id in split_block_ids(event.block_ids):
-            _, tokens, salt = self._text_of(block_id)
+            _, tokens, salt = self._texts.of(block_id, self.info.card)
             block = {
                 "type": "stored_block",
                 "block_hash": _hash(block_id),
@@ -208,23 +209,6 @@ class MockedExecutor:
         if self._sends_events:
             self._events.append({"event_id": self._event_ids, "data": data, "window_size": 512})
             self._event_ids += 1
-
-    def _text_of(self, block_id: bytes) -> tuple[bytes | None, list[int], str | None]:
-        if block_id not in self._texts:
-            for sequence in self._sequences.values():
-                self._name_blocks(sequence.tokens, sequence.salt)
-        return self._texts[block_id]
-
-    def _name_blocks(self, tokens: Sequence[int], salt: str | None) -> None:
-        size, parent = self.config.block_size, None
-        joined = chain_block_ids(self._key(salt), array("I", tokens).tobytes(), size)
-        for number, block_id in enumerate(split_block_ids(joined)):
-            self._texts[block_id] = (parent, list(tokens[number * size : (number + 1) * size]), salt)
-            parent = block_id
-
-    def _key(self, salt: str | None) -> bytes:
-        card = self.info.card
-        return namespace(card.fingerprint, card.kv_layout, salt=salt or "")
 
 
 def _hash(block_id: bytes) -> int:

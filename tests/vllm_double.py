@@ -7,17 +7,17 @@ ZeroMQ with replay, load through `/metrics`. It does not say how much of a promp
 import asyncio
 import json
 from array import array
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from block_texts import BlockTexts, salted
 from headwater.config.schema import EngineConfig
 from headwater.engines.mocker.engine import MockerEngine
 from headwater.errors import HeadwaterError
-from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
+from headwater.kv.identity import split_block_ids
 from headwater.protocol.events import BlocksRemoved, BlocksStored, WorkerEvent
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
 from vllm_publisher import Publisher
@@ -80,9 +80,8 @@ class VllmDouble:
         self._events = events
         self._publisher: Publisher | None = None
         self._answers: dict[int, asyncio.Queue[SequenceOutput]] = {}
-        self._texts: dict[bytes, tuple[bytes | None, list[int], str | None]] = {}
-        """Of a block: its parent, its tokens, the salt if it is a first one."""
         self._sequences: dict[int, tuple[list[int], str | None]] = {}
+        self._texts = BlockTexts(self._sequences.values)
         self._numbers = 0
 
     @property
@@ -160,7 +159,7 @@ class VllmDouble:
         size = self._config.block_size
         if isinstance(event, BlocksStored):
             ids = split_block_ids(event.block_ids)
-            texts = [self._text_of(block_id) for block_id in ids]
+            texts = [self._texts.of(block_id, self._info.card) for block_id in ids]
             return {
                 "type": "BlockStored",
                 "block_hashes": [_number(block_id) for block_id in ids],
@@ -170,31 +169,13 @@ class VllmDouble:
                 "lora_id": None,
                 "medium": "GPU",
                 "lora_name": None,
-                "extra_keys": [None if salt is None else [salt] for _, _, salt in texts],
+                "extra_keys": [None if parent or salt is None else [salt] for parent, _, salt in texts],
                 "group_idx": 0,
             }
         if isinstance(event, BlocksRemoved):
             removed = [_number(block_id) for block_id in split_block_ids(event.block_ids)]
             return {"type": "BlockRemoved", "block_hashes": removed, "medium": "GPU", "group_idx": 0}
         return None
-
-    def _text_of(self, block_id: bytes) -> tuple[bytes | None, list[int], str | None]:
-        if block_id not in self._texts:
-            for tokens, salt in self._sequences.values():
-                self._name_blocks(tokens, salt)
-        return self._texts[block_id]
-
-    def _name_blocks(self, tokens: Sequence[int], salt: str | None) -> None:
-        size, parent = self._config.block_size, None
-        joined = chain_block_ids(self._key(salt), array("I", tokens).tobytes(), size)
-        for number, block_id in enumerate(split_block_ids(joined)):
-            own = list(tokens[number * size : (number + 1) * size])
-            self._texts[block_id] = (parent, own, None if number else salt)
-            parent = block_id
-
-    def _key(self, salt: str | None) -> bytes:
-        card = self._info.card
-        return namespace(card.fingerprint, card.kv_layout, salt=salt or "")
 
     # ---- pages
 
@@ -344,7 +325,7 @@ class VllmDouble:
             ignore_eos=body.ignore_eos,
             logprobs=body.logprobs,
         )
-        key = self._key(body.cache_salt)
+        key = salted(self._info.card, body.cache_salt)
         packed = array("I", prompt).tobytes()
         self._engine.submit([EngineRequest(stream, f"double-{stream}", MODEL, packed, sampling, namespace=key)])
         return stream
