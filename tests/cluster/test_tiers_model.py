@@ -197,6 +197,12 @@ def test_a_store_that_came_late_or_came_back_empty_gets_what_the_device_has(run_
                     assert store.host.usage().num_stored == 7, "it is offered once"
                     assert await worker.run(request(10 * life + 5, prompt_of(120, life + 1), 2))
                     await eventually(lambda s=store: s.host.usage().num_blocks == 14, "what is new is stored too", 30)
+                    await store.host.clear()
+                    assert await worker.run(msgspec.structs.replace(ask, stream=10 * life + 6)) == expected
+                    other = request(10 * life + 7, prompt_of(120, 8), 1)
+                    await worker.run(msgspec.structs.replace(other, namespace=bytes([life]) * 32, tenant="other"))
+                    await eventually(lambda s=store: held(s, "other") == 7, "that is stored", 30)
+                    assert held(store, "") == 0, "what the store has given up is not offered again"
                 await eventually(lambda: worker.shell._tiers._client.problem != "", "it is missed", 30)  # type: ignore[union-attr]
             await worker.all_free()
 
@@ -305,17 +311,19 @@ def test_a_tenant_that_floods_keeps_to_its_share_of_the_store(run_folder: Path) 
                     await worker.run(msgspec.structs.replace(ask, kv_share=share))
                     await eventually(lambda n=number: store.host.usage().num_stored == 7 * n, "it is stored", 30)
 
-            def held(tenant: str) -> int:
-                return sum(n for one, n, _ in store.host.ledger.families.usage() if one.tenant == tenant)
-
             await fill("ours", 1.0, 1, 6)
-            room = held("ours")
+            room = held(store, "ours")
             assert room < 42, "the tier is full"
             await fill("flood", 0.2, 7, 8)
-            assert 0.1 * room < held("flood") <= 0.2 * room + 2
-            assert held("ours") >= 0.75 * room
+            assert 0.1 * room < held(store, "flood") <= 0.2 * room + 2
+            assert held(store, "ours") >= 0.75 * room
 
     run_leak_checked(check())
+
+
+def held(store: NodeStore, tenant: str) -> int:
+    """Blocks of a tenant in the host tier."""
+    return sum(blocks for family, blocks, _ in store.host.ledger.families.usage() if family.tenant == tenant)
 
 
 def in_tier(worker: Member, tier: str) -> set[bytes]:
