@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headwater.compat.vllm.command import VERDICTS, verdict_of
+from headwater.compat.translation import VERDICTS
+from headwater.compat.vllm.command import verdict_of
 from headwater.compat.vllm.params import NOT_OFFERED, SAME_NAME, SamplingParams
 from headwater.frontend.openai.chat import CHAT
 from headwater.frontend.openai.completions import COMPLETION

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headwater.compat.sglang import command as sglang
-from headwater.compat.vllm.command import VERDICTS, TranslatedCommand, translate
+from headwater.compat.translation import VERDICTS, TranslatedCommand
+from headwater.compat.vllm import command as vllm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when every flag has an equivalent, 1 when some have none."""
-    found = (sglang.translate if sglang.is_sglang(args.words) else translate)(args.words)
+    found = (sglang if sglang.is_sglang(args.words) else vllm).translate(args.words)
     if args.json:
         _print_json(found)
     else:

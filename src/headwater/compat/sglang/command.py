@@ -6,7 +6,7 @@ anyway, or have no equivalent, which is said. Written for SGLang 0.5.23.
 
 from collections.abc import Sequence
 
-from headwater.compat.vllm.command import TranslatedCommand, Translation, Verdict
+from headwater.compat.translation import FlagTable, TranslatedCommand, Translation, Verdict, split_values
 from headwater.config.words import flag_groups
 from headwater.errors import ConfigError
 
@@ -63,6 +63,8 @@ _NONE = {
     "--file-storage-path": "files are not taken",
     "--tool-server": "tools are the client's",
 }
+_TABLE = FlagTable(_SAME, _RENAMED, _ALWAYS, _NONE)
+_EXPECTED = "python -m sglang.launch_server --model-path MODEL [flags]"
 
 
 def is_sglang(words: Sequence[str]) -> bool:
@@ -77,27 +79,17 @@ def translate(words: Sequence[str]) -> TranslatedCommand:
         if group[0] in _MODEL and len(group) == 2:
             model = group[1]
         elif not group[0].startswith("-"):
-            raise ConfigError(
-                f"{group[0]} is no flag", hint="python -m sglang.launch_server --model-path MODEL [flags]"
-            )
+            raise ConfigError(f"{group[0]} is no flag", hint=_EXPECTED)
         else:
-            flags.append(_translation(group))
+            flags.append(_TABLE.translation(group))
     if not model:
-        raise ConfigError(
-            "the command names no model", hint="python -m sglang.launch_server --model-path MODEL [flags]"
-        )
+        raise ConfigError("the command names no model", hint=_EXPECTED)
     return TranslatedCommand(model, flags, "sglang")
 
 
 def verdict_of(flag: str) -> tuple[Verdict, str]:
     """What becomes of a flag, and a note."""
-    if flag in _SAME:
-        return "same", ""
-    if flag in _RENAMED:
-        return "renamed", _RENAMED[flag]
-    if flag in _ALWAYS:
-        return "always", _ALWAYS[flag]
-    return ("none", _NONE[flag]) if flag in _NONE else ("passed", "")
+    return _TABLE.verdict_of(flag)
 
 
 def answered_flags() -> list[str]:
@@ -105,23 +97,7 @@ def answered_flags() -> list[str]:
     return sorted({*_MODEL, *_SAME, *_RENAMED, *_ALWAYS, *_NONE})
 
 
-def _translation(group: list[str]) -> Translation:
-    flag = group[0].replace("_", "-") if group[0].startswith("--") else group[0]
-    verdict, note = verdict_of(flag)
-    match verdict:
-        case "renamed":
-            return Translation(group, verdict, [note, *group[1:]], "")
-        case "same" | "passed":
-            return Translation(group, verdict, [flag, *group[1:]])
-        case _:
-            return Translation(group, verdict, [], note)
-
-
 def _arguments(words: Sequence[str]) -> list[str]:
     """What comes after the program's name, `--flag=value` as two words."""
     start = words.index(_MODULE) + 1 if _MODULE in words else 2
-    split: list[str] = []
-    for word in words[start:]:
-        name, equals, value = word.partition("=")
-        split += [name, value] if equals and name.startswith("--") else [word]
-    return split
+    return split_values(words[start:])

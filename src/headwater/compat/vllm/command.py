@@ -4,23 +4,11 @@ Flags of vLLM's engine are passed on as they are, and vLLM's own parser judges t
 vLLM's HTTP server are ours to answer: each has a flag of ours, or is done anyway, or has no equivalent, which is said.
 """
 
-import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
+from headwater.compat.translation import FlagTable, TranslatedCommand, Translation, Verdict, spelled, split_values
 from headwater.config.words import flag_groups
 from headwater.errors import ConfigError
-
-Verdict = Literal["same", "renamed", "passed", "always", "none"]
-
-VERDICTS: dict[Verdict, str] = {
-    "same": "the same flag",
-    "renamed": "another flag",
-    "passed": "passed on to the engine",
-    "always": "not needed: always so, or found out",
-    "none": "no equivalent",
-}
 
 _SAME = ("--host", "--port", "--api-key", "--served-model-name", "--chat-template", "--lora-modules")
 _OURS_TOO = ("--dtype", "--max-model-len", "--block-size", "--max-num-seqs", "--max-num-batched-tokens", "--tokenizer")
@@ -97,32 +85,7 @@ _LISTS = ("--api-key", "--served-model-name")
 _DTYPES = {"half": "float16", "float": "float32"}
 
 
-@dataclass(frozen=True, slots=True)
-class Translation:
-    """What becomes of one flag."""
-
-    given: list[str]
-    verdict: Verdict
-    words: list[str] = field(default_factory=list[str])
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TranslatedCommand:
-    """The whole line."""
-
-    model: str
-    flags: list[Translation]
-    engine: str = "vllm"
-
-    @property
-    def command(self) -> str:
-        words = ["headwater", "serve", self.model, "--engine", self.engine]
-        return shlex.join([*words, *(word for flag in self.flags for word in flag.words)])
-
-    @property
-    def complete(self) -> bool:
-        return all(flag.verdict != "none" for flag in self.flags)
+_TABLE = FlagTable((*_SAME, *_OURS_TOO), _RENAMED, _ALWAYS, _NONE)
 
 
 def translate(words: Sequence[str]) -> TranslatedCommand:
@@ -140,18 +103,12 @@ def translate(words: Sequence[str]) -> TranslatedCommand:
             flags.append(_translation(group))
     if not model:
         raise ConfigError("the command names no model", hint=_EXPECTED)
-    return TranslatedCommand(model, flags)
+    return TranslatedCommand(model, flags, "vllm")
 
 
 def verdict_of(flag: str) -> tuple[Verdict, str]:
     """What becomes of a flag, and a note."""
-    if flag in _SAME or flag in _OURS_TOO:
-        return "same", ""
-    if flag in _RENAMED:
-        return "renamed", _RENAMED[flag]
-    if flag in _ALWAYS:
-        return "always", _ALWAYS[flag]
-    return ("none", _NONE[flag]) if flag in _NONE else ("passed", "")
+    return _TABLE.verdict_of(flag)
 
 
 def answered_flags() -> list[str]:
@@ -160,19 +117,12 @@ def answered_flags() -> list[str]:
 
 
 def _translation(group: list[str]) -> Translation:
-    flag = group[0].replace("_", "-") if group[0].startswith("--") else group[0]
-    verdict, note = verdict_of(flag)
-    match verdict:
-        case "renamed":
-            return Translation(group, verdict, [note, *group[1:]], "")
-        case "same" if flag in _LISTS:
-            return Translation(group, verdict, [word for value in group[1:] for word in (flag, value)])
-        case "same" if flag == "--dtype":
-            return Translation(group, verdict, [flag, *(_DTYPES.get(value, value) for value in group[1:])])
-        case "same" | "passed":
-            return Translation(group, verdict, [flag, *group[1:]])
-        case _:
-            return Translation(group, verdict, [], note)
+    flag = spelled(group[0])
+    if flag in _LISTS:
+        return Translation(group, "same", [word for value in group[1:] for word in (flag, value)])
+    if flag == "--dtype":
+        return Translation(group, "same", [flag, *(_DTYPES.get(value, value) for value in group[1:])])
+    return _TABLE.translation(group)
 
 
 def _arguments(words: Sequence[str]) -> list[str]:
@@ -184,11 +134,7 @@ def _arguments(words: Sequence[str]) -> list[str]:
         left = left[left.index("vllm.entrypoints.openai.api_server") + 1 :]
     elif left[:1] == ["vllm"]:
         raise ConfigError(f"`{' '.join(left[:2])}` serves nothing", hint="expected `vllm serve MODEL [flags]`")
-    split: list[str] = []
-    for word in left:
-        name, equals, value = word.partition("=")
-        split += [name, value] if equals and name.startswith("--") else [word]
-    return split
+    return split_values(left)
 
 
 def _value(group: list[str]) -> str:

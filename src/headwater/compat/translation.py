@@ -1,0 +1,93 @@
+"""A command line of another server, flag by flag, and the `headwater serve` line that stands for it."""
+
+import shlex
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Verdict = Literal["same", "renamed", "passed", "always", "none"]
+
+VERDICTS: dict[Verdict, str] = {
+    "same": "the same flag",
+    "renamed": "another flag",
+    "passed": "passed on to the engine",
+    "always": "not needed: always so, or found out",
+    "none": "no equivalent",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What becomes of one flag."""
+
+    given: list[str]
+    verdict: Verdict
+    words: list[str] = field(default_factory=list[str])
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedCommand:
+    """The whole line."""
+
+    model: str
+    flags: list[Translation]
+    engine: str
+
+    @property
+    def command(self) -> str:
+        words = ["headwater", "serve", self.model, "--engine", self.engine]
+        return shlex.join([*words, *(word for flag in self.flags for word in flag.words)])
+
+    @property
+    def complete(self) -> bool:
+        return all(flag.verdict != "none" for flag in self.flags)
+
+
+@dataclass(frozen=True, slots=True)
+class FlagTable:
+    """What becomes of flags that are not passed on to the engine as they are."""
+
+    same: Collection[str]
+    renamed: Mapping[str, str]
+    """To our flag."""
+    always: Mapping[str, str]
+    """To how it is so anyway."""
+    none: Mapping[str, str]
+    """To what to do instead."""
+
+    def verdict_of(self, flag: str) -> tuple[Verdict, str]:
+        """What becomes of a flag, and a note."""
+        if flag in self.same:
+            return "same", ""
+        if flag in self.renamed:
+            return "renamed", self.renamed[flag]
+        if flag in self.always:
+            return "always", self.always[flag]
+        return ("none", self.none[flag]) if flag in self.none else ("passed", "")
+
+    def translation(self, group: list[str]) -> Translation:
+        """Of a flag and its values."""
+        flag = spelled(group[0])
+        verdict, note = self.verdict_of(flag)
+        match verdict:
+            case "renamed":
+                return Translation(group, verdict, [note, *group[1:]])
+            case "same" | "passed":
+                return Translation(group, verdict, [flag, *group[1:]])
+            case _:
+                return Translation(group, verdict, [], note)
+
+
+def spelled(flag: str) -> str:
+    """With dashes, as flags are told apart by."""
+    return flag.replace("_", "-") if flag.startswith("--") else flag
+
+
+def split_values(words: Iterable[str]) -> list[str]:
+    """`--flag=value` as two words."""
+    split: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        split += [name, value] if equals and name.startswith("--") else [word]
+    return split
