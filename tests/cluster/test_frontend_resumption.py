@@ -355,3 +355,23 @@ def test_a_frontend_that_was_succeeded_stays_for_those_who_may_come_back(
             await asyncio.wait_for(leaving, 10)
 
     uvloop.run(main())
+
+
+def test_a_frontend_that_was_succeeded_stays_no_longer_than_its_handover(
+    demo_model: ResolvedModel, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with running(demo_model, meeting_folder=tmp_path / "m") as it, it.connection() as slow:
+            worker = await it.worker(answers=False)
+            await slow.send("POST", "/v1/chat/completions", STREAM, x_request_id="mine", last_event_id="0")
+            await until(lambda: bool(worker.requests))
+            left_s: list[float] = []
+
+            async def settle(ends_at: float) -> None:
+                left_s.append(ends_at - asyncio.get_running_loop().time())
+
+            it.frontend._resumption.settle = settle  # type: ignore[method-assign]
+            assert not await it.frontend.stop(0.2, succeeded=True)
+            assert left_s[0] <= 0.0, "all of it was given to a client that did not end"
+
+    uvloop.run(main())
