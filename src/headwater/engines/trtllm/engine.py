@@ -31,6 +31,7 @@ from headwater.engines.trtllm.sampling import trtllm_sampling
 from headwater.engines.trtllm_words import adapter_number, priority_of
 from headwater.errors import EngineFailed, HeadwaterError, InvalidRequest, WorkerLost
 from headwater.kv.identity import namespace
+from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import EngineRequest, SequenceOutput
 
@@ -50,7 +51,6 @@ class TrtllmEngine(ExternalEngine):
 
     def __init__(self, config: EngineConfig, placement: Placement = ALONE) -> None:
         super().__init__(config)
-        self._installed: Installed | None = None
         self._llm: Any = None
         self._results: dict[int, tuple[Any, asyncio.Task[None]]] = {}
         """TensorRT-LLM's handle of a sequence, and who reads it."""
@@ -64,20 +64,20 @@ class TrtllmEngine(ExternalEngine):
 
     async def open_engine(self, progress: ProgressSink) -> EngineInfo:
         installed = self._installed = await asyncio.to_thread(load_installed)
+        self._handing_over = HandingOver(installed)
         texts, model = await asyncio.to_thread(texts_and_weights, self.config, "trtllm", progress)
         arguments = trtllm_arguments(self.config, model)
         async with pulse("TensorRT-LLM", progress):
             self._llm = await asyncio.to_thread(_start, installed, arguments)
             self._ends = list(texts.eos_token_ids)
-            self._stats = await self._warm(installed)
+            self._stats = await self._warm()
         self._adapters = arguments.adapters
         info = engine_info(self.config, texts, self._llm, self._stats, list(arguments.adapters))
-        card = self._card = info.card
         if self.config.enable_prefix_caching:
-            self._follow_events()
+            self._follow_events(info.card)
         self.spawn(self._read_stats())
         self.spawn(self._watch_health())
-        progress(Progress("ready", detail=card.name))
+        progress(Progress("ready", detail=info.card.name))
         return info
 
     async def close_engine(self) -> None:
@@ -89,10 +89,10 @@ class TrtllmEngine(ExternalEngine):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.to_thread(llm.shutdown), _SHUTDOWN_TIMEOUT_S)
 
-    async def _warm(self, installed: Installed) -> Mapping[str, Any]:
+    async def _warm(self) -> Mapping[str, Any]:
         """One token, so that it is known to compute; then it says how many blocks it has. Raises `EngineFailed`."""
         token = self._ends[0] if self._ends else 0
-        sampling = installed.SamplingParams(
+        sampling = self._installed.SamplingParams(
             end_id=-1, pad_id=0, max_tokens=1, temperature=0.0, top_k=1, detokenize=False, add_special_tokens=False
         )
         try:
@@ -101,6 +101,8 @@ class TrtllmEngine(ExternalEngine):
                 return await self._first_stats()
         except TimeoutError as error:
             raise EngineFailed(f"TensorRT-LLM computed nothing within {_WARM_TIMEOUT_S:.0f} s") from error
+        except self._installed.RequestError as error:
+            raise EngineFailed(f"TensorRT-LLM cannot compute: {error}") from error
 
     async def _first_stats(self) -> Mapping[str, Any]:
         while True:
@@ -109,8 +111,7 @@ class TrtllmEngine(ExternalEngine):
                     return dict(stats)
             await asyncio.sleep(_STATS_PAUSE_S)
 
-    def _follow_events(self) -> None:
-        card = self._card
+    def _follow_events(self, card: ModelCard) -> None:
         translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
         numbers = {adapter_number(folder): name for name, folder in self._adapters.items()}
         self._draining_events = Draining(
@@ -138,10 +139,10 @@ class TrtllmEngine(ExternalEngine):
     def _begin(self, request: EngineRequest, prompt: list[int]) -> tuple[Any, Callable[[], Coroutine[Any, Any, None]]]:
         """TensorRT-LLM's handle, and what reads it. Raises `HeadwaterError`."""
         if request.export is not None:
-            result = self._generate(request, prompt, self._handing_over().context_only(request))
+            result = self._generate(request, prompt, self._handing_over.context_only(request))
             return result, partial(self._read_prefill, request.stream, result)
         if request.ticket:
-            params = self._handing_over().generation_only(request.ticket)
+            params = self._handing_over.generation_only(request.ticket)
             try:
                 result = self._generate(request, prompt, params)
                 return result, partial(self._read_with_ticket, request, prompt, result)
@@ -153,11 +154,10 @@ class TrtllmEngine(ExternalEngine):
     def _generate(self, request: EngineRequest, prompt: list[int], disaggregated: Any) -> Any:
         """Raises `HeadwaterError` when it is refused."""
         installed = self._installed
-        assert installed is not None
-        options = self._options(installed, request)
+        options = self._options(request)
         if disaggregated is not None:
             options["disaggregated_params"] = disaggregated
-        sampling = trtllm_sampling(installed, request, self._ends, self._card.vocab_size)
+        sampling = trtllm_sampling(installed, request, self._ends, self.info.card.vocab_size)
         streaming = request.export is None
         try:
             result = self._llm.generate_async(prompt, sampling_params=sampling, streaming=streaming, **options)
@@ -184,8 +184,9 @@ class TrtllmEngine(ExternalEngine):
             kv_blocks_free=min(num_blocks, int(kv.get("freeNumBlocks", 0))) if num_open else num_blocks,
         )
 
-    def _options(self, installed: Installed, request: EngineRequest) -> dict[str, Any]:
+    def _options(self, request: EngineRequest) -> dict[str, Any]:
         """Beside the sampling parameters. Raises `InvalidRequest`."""
+        installed = self._installed
         options: dict[str, Any] = {}
         if request.adapter is not None:
             folder = self._adapters.get(request.adapter)
@@ -206,7 +207,8 @@ class TrtllmEngine(ExternalEngine):
         """That TensorRT-LLM keeps by itself."""
         if adapter is None:
             return self.default_namespace
-        return namespace(self._card.fingerprint, self._card.kv_layout, adapter=adapter)
+        card = self.info.card
+        return namespace(card.fingerprint, card.kv_layout, adapter=adapter)
 
     # ---- what comes back
 
@@ -236,7 +238,7 @@ class TrtllmEngine(ExternalEngine):
                 self._gathered.take(output)
                 if output.finish_reason is not None:
                     return
-        except self._request_error() as error:
+        except self._installed.RequestError as error:
             raise WorkerLost(f"TensorRT-LLM: {error}") from error
         raise WorkerLost("TensorRT-LLM ended a sequence without saying why")
 
@@ -244,9 +246,9 @@ class TrtllmEngine(ExternalEngine):
         """A prompt for another worker: its first token, and the ticket by which that one finds the KV."""
         try:
             await result
-        except self._request_error() as error:
+        except self._installed.RequestError as error:
             raise WorkerLost(f"TensorRT-LLM: {error}") from error
-        self._gathered.take(self._handing_over().prefilled(number, result))
+        self._gathered.take(self._handing_over.prefilled(number, result))
 
     async def _read_with_ticket(self, request: EngineRequest, prompt: list[int], result: Any) -> None:
         """KV that is gone, or does not come in time, is computed here."""
@@ -264,14 +266,6 @@ class TrtllmEngine(ExternalEngine):
         result = self._generate(request, prompt, None)
         self._results[request.stream] = (result, self._results[request.stream][1])
         await self._read(request, result)
-
-    def _handing_over(self) -> HandingOver:
-        assert self._installed is not None
-        return HandingOver(self._installed)
-
-    def _request_error(self) -> Any:
-        assert self._installed is not None
-        return self._installed.RequestError
 
     async def _read_stats(self) -> None:
         """One reader, for good: what it takes is gone."""
