@@ -23,7 +23,7 @@ from headwater.kv.stores.ledgered import TierOptions
 from headwater.protocol.events import BlocksStored
 from headwater.protocol.request import EngineRequest, StructuredSpec
 from headwater.runtime.conformance import eventually, run_leak_checked
-from headwater.tiers import onload
+from headwater.tiers import offload, onload
 from headwater.tiers.service import KvTiers
 from object_servers import ObjectServer
 
@@ -179,7 +179,11 @@ def test_a_store_that_goes_and_comes_back_costs_nothing_but_time(run_folder: Pat
     run_leak_checked(check())
 
 
-def test_a_store_that_came_late_or_came_back_empty_gets_what_the_device_has(run_folder: Path) -> None:
+def test_a_store_that_came_late_or_came_back_empty_gets_what_the_device_has(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "_MAX_AGAIN", 1)
+
     async def check() -> None:
         async with workers({"w": native()}, kv_socket=run_folder / "kv.sock") as cluster:
             worker = cluster["w"]
