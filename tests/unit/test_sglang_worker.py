@@ -281,3 +281,30 @@ def test_one_that_does_not_start_says_why(
 
     with pytest.raises(kind, match="SGLang"):
         uvloop.run(start())
+
+
+def test_one_that_is_closed_while_it_loads_is_shut_down(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    loading, go, whole = threading.Event(), threading.Event(), Engine.__init__
+
+    def slow(self: Engine, **kwargs: Any) -> None:
+        loading.set()
+        go.wait(10)
+        whole(self, **kwargs)
+
+    monkeypatch.setattr(Engine, "__init__", slow)
+
+    async def scenario() -> None:
+        engine = create_engine(config)
+        start = asyncio.ensure_future(engine.start(Recorder(), lambda _: None))
+        await asyncio.to_thread(loading.wait, 10)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        closing = asyncio.ensure_future(engine.close())
+        await asyncio.sleep(0.01)
+        go.set()
+        await closing
+        assert Engine.made[-1].down
+
+    uvloop.run(asyncio.wait_for(scenario(), 30))
+    assert "sglang" not in [thread.name for thread in threading.enumerate()]

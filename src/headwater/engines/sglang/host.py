@@ -80,6 +80,7 @@ class SglangHost:
     async def start(self, server_args: Any) -> Started:
         """Raises `ConfigError`, `ModelError`."""
         started: Future[Started] = Future()
+        started.set_running_or_notify_cancel()  # who does not wait any longer cannot stop it from loading
         self._thread = threading.Thread(target=self._run, args=(server_args, started), name="sglang", daemon=True)
         self._thread.start()
         return await asyncio.wrap_future(started)
@@ -117,6 +118,8 @@ class SglangHost:
         else:
             self._serve()
         finally:
+            if self._engine is not None:
+                self._engine.shutdown()
             asyncio.set_event_loop(None)
             self._loop.close()
 
@@ -138,13 +141,14 @@ class SglangHost:
         self._polling = self._loop.create_task(self._poll_loads())
         self._polling.add_done_callback(self._polled)
         try:
-            self._loop.run_forever()
+            if self._thread is not None:  # else it was closed while it was loading
+                self._loop.run_forever()
         finally:
             self._loop.run_until_complete(self._end())
-            self._engine.shutdown()
 
     def _stop(self) -> None:
-        self._loop.stop()
+        if self._polling is not None:  # while it is loading, SGLang runs the loop
+            self._loop.stop()
 
     async def _end(self) -> None:
         tasks = [task for task in asyncio.all_tasks(self._loop) if task is not asyncio.current_task()]
