@@ -303,12 +303,12 @@ async def end_once_each(rig: Rig, sinks: list[Sink]) -> None:
     assert not trouble
 
 
-@pytest.mark.parametrize("code", ["invalid_value", "engine_failed"])
+@pytest.mark.parametrize("code", ["invalid_value", "engine_failed", "overloaded"])
 def test_two_choices_that_fail_in_one_step_end_once_each(play, code: str) -> None:
     async def scenario(rig: Rig) -> None:
         await rig.serving("w1")
         worker, streams, sinks = await two_choices(rig)
-        failure = ErrorInfo(code, "no such grammar", 500)
+        failure = ErrorInfo(code, "no such grammar", 500, retryable=code == "overloaded")
         worker.step(*(SequenceOutput(stream, [], "error", error=failure) for stream in streams))
         await end_once_each(rig, sinks)
 
@@ -323,6 +323,31 @@ def test_two_choices_that_wait_in_vain_end_once_each(play) -> None:
         await end_once_each(rig, sinks)
 
     play(scenario, moves=MoveLimits(max_wait_s=0.2))
+
+
+def test_a_choice_that_could_wait_longer_is_not_tried_again_when_the_other_has_waited_in_vain(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1")
+        worker, streams, sinks = await two_choices(rig)
+        await worker.set_state("draining")
+        await until(lambda: not rig.eligible())
+        for count, stream in enumerate(streams, 1):
+            worker.refuse(stream, "draining", "leaving")
+            await until(lambda count=count: rig.dispatcher.faults.waiting() == count)
+            await asyncio.sleep(0.1)
+        await end_once_each(rig, sinks)
+
+    play(scenario, moves=MoveLimits(max_wait_s=0.5))
+
+
+def test_two_choices_end_once_each_when_the_frontend_closes(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1")
+        _, _, sinks = await two_choices(rig)
+        rig.dispatcher.close()
+        await end_once_each(rig, sinks)
+
+    play(scenario)
 
 
 def test_a_stream_moves_so_often_and_no_more(play) -> None:

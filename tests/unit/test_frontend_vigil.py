@@ -190,6 +190,10 @@ def test_a_worker_of_this_host_that_cannot_even_say_so_is_seen_to_starve(tmp_pat
     here.threads.waited("1", 60.0)
     here.starved.look(vigil, 5.1)
     assert vigil.hanging(6.0), "another silence, of which the first half has passed: what was before it does not count"
+    vigil.stepped("w", 10.0)
+    here.threads.waited("1", 70.0)
+    here.starved.look(vigil, 11.1)
+    assert vigil.hanging(12.0), "nor where nobody has looked in between"
 
 
 def test_processes_of_other_hosts_are_not_looked_for_here(tmp_path: Path) -> None:
