@@ -45,6 +45,7 @@ class ServerArgs:
     disaggregation_bootstrap_port: int = 8998
     base_gpu_id: int = 0
     pp_size: int = 1
+    dp_size: int = 1
     lora_paths: list[str] | None = None
     host: str = "127.0.0.1"
     resolved: dict[str, Any] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class ServerArgs:
             parser.add_argument(f"--{flag}", type=int)
         parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
         parser.add_argument("--pp-size", type=int, default=1)
+        parser.add_argument("--dp-size", "--data-parallel-size", type=int, default=1)
         parser.add_argument("--base-gpu-id", type=int, default=0)
         parser.add_argument("--disaggregation-mode", default="null", choices=["null", "prefill", "decode"])
         parser.add_argument("--disaggregation-bootstrap-port", type=int, default=8998)
@@ -128,7 +130,9 @@ class Engine(Lives):
         super().__init__(msgspec.structs.replace(Engine.mocker, **known), incremental=args.incremental_streaming_output)
         if args.kv_events_config:
             told = json.loads(args.kv_events_config)
-            self._publisher = Publisher("", endpoint=told["endpoint"], replay_endpoint=told["replay_endpoint"])
+            self._publisher = Publisher(
+                told.get("topic", ""), endpoint=told["endpoint"], replay_endpoint=told["replay_endpoint"]
+            )
         self.loop = asyncio.get_event_loop_policy().get_event_loop()
         self.loop.run_until_complete(self.begin())
         self.tokenizer_manager = TokenizerManager(self, self._config)

@@ -18,9 +18,10 @@ from headwater.cli.verbs import parser_of
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import Placement
 from headwater.engines.conformance import SIZES, prompt_of
+from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.registry import create_engine
 from headwater.engines.sglang import installed as installation
-from headwater.engines.sglang.arguments import sglang_arguments
+from headwater.engines.sglang.arguments import SglangArguments, sglang_arguments
 from headwater.engines.sglang.engine import SglangEngine
 from headwater.engines.watched import Bench, Recorder
 from headwater.errors import ConfigError, HeadwaterError, ModelError
@@ -157,6 +158,38 @@ def test_without_prefix_caching_there_are_no_events(config: EngineConfig) -> Non
     given = words_of(config, enable_prefix_caching=False)
     assert given.disable_radix_cache
     assert given.kv_events_config is None
+
+
+def test_events_are_followed_where_the_operator_has_them_published(config: EngineConfig, tmp_path: Path) -> None:
+    told = {"publisher": "zmq", "endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r"}
+
+    async def scenario(bench: Bench, _: Engine) -> None:
+        await bench.run(bench.request(prompt_of(40)))
+        await eventually(lambda: len(bench.engine.resident) >= 2, "its blocks are told of")
+
+    words = ("--kv-events-config", json.dumps(told | {"topic": "kv"}))
+    play(msgspec.structs.replace(config, engine_args=words), scenario)
+
+
+def test_ranks_publish_at_ports_of_their_own_and_nowhere_by_themselves(
+    config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ranks(*words: str) -> SglangArguments:
+        own = msgspec.structs.replace(config, engine_args=("--dp-size", "2", *words))
+        return sglang_arguments(own, "a/model", Path("/run/x"))
+
+    told = '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
+    assert ranks("--kv-events-config", told).feeds == [
+        FeedAddress("tcp://127.0.0.1:5557", "", "tcp://127.0.0.1:5657"),
+        FeedAddress("tcp://127.0.0.1:5558", "", "tcp://127.0.0.1:5658"),
+    ]
+    assert ranks("--kv-events-config", '{"publisher": "null"}').feeds == []
+    assert caplog.text == ""
+    alone = ranks()
+    assert (alone.feeds, alone.server.kv_events_config) == ([], None)
+    assert "only be guessed" in caplog.text
+    with pytest.raises(ConfigError, match="--kv-events-config moon"):
+        ranks("--kv-events-config", "moon")
 
 
 @pytest.mark.parametrize("words", [("--no-such-flag",), ("--page-size", "many"), ("--dtype", "int3")])

@@ -1,18 +1,22 @@
 """From our configuration to SGLang's arguments, through SGLang's own parser: any flag of SGLang's is taken and checked.
 
-What is said in our words (`--max-model-len`, `--num-kv-blocks`, ...) is passed on as SGLang's flag unless it was said
-in SGLang's words too. Chunks are incremental, always: nothing here repeats what was sent.
+What is said in our words (`--max-model-len`, `--num-kv-blocks`, ...) is passed on as SGLang's flag before SGLang's own
+words, of which the last holds. Chunks are incremental, always: nothing here repeats what was sent.
 """
 
 import argparse
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import ALONE, Placement
+from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 _DEFAULTS = EngineConfig()
 
@@ -25,7 +29,8 @@ _FLAGS: tuple[tuple[str, str], ...] = (
     ("revision", "--revision"),
 )
 """Of ours, and what SGLang calls them."""
-_OTHER_NAMES = {"--tp-size": "--tensor-parallel-size", "--dp-size": "--data-parallel-size"}
+_ENDPOINT = "tcp://*:5557"
+"""Where SGLang publishes unless it is told."""
 _OURS = ("--incremental-streaming-output",)
 
 
@@ -35,8 +40,8 @@ class SglangArguments:
 
     server: Any
     """Its `ServerArgs`."""
-    events_given: bool
-    """Whether the operator said where KV events are published."""
+    feeds: list[FeedAddress]
+    """Where it publishes KV events, one per data-parallel rank."""
 
 
 def sglang_arguments(
@@ -45,26 +50,24 @@ def sglang_arguments(
     """Raises `ConfigError` with what SGLang says about its flags."""
     from sglang.srt.server_args import ServerArgs
 
-    given = {word.partition("=")[0].replace("_", "-") for word in config.engine_args}
-    events_given = "--kv-events-config" in given
-    words = ["--model-path", model, *_own_words(config, given), *_OURS, *config.engine_args]
-    if not events_given and config.enable_prefix_caching:
-        words += ["--kv-events-config", _events_config(events_folder)]
     parser = _Parser(prog="headwater serve --engine sglang", add_help=False)
     ServerArgs.add_cli_args(parser)
-    parsed = parser.parse_args(words)
-    _settle(parsed, given, placement)
-    return SglangArguments(ServerArgs.from_cli_args(parsed), events_given)
+    parsed = parser.parse_args(["--model-path", model, *_own_words(config), *_OURS, *config.engine_args])
+    _settle(parsed, config, placement)
+    if parsed.kv_events_config is None and config.enable_prefix_caching:
+        parsed.kv_events_config = _events_config(events_folder, parsed.dp_size)
+    return SglangArguments(ServerArgs.from_cli_args(parsed), _feeds(parsed.kv_events_config, parsed.dp_size))
 
 
-def _settle(parsed: argparse.Namespace, given: set[str], placement: Placement) -> None:
+def _settle(parsed: argparse.Namespace, config: EngineConfig, placement: Placement) -> None:
     """Engines of one host have GPUs and a port for the other half of a pair each of their own."""
+    given = {word.partition("=")[0].replace("_", "-") for word in config.engine_args}
     if "--base-gpu-id" not in given:
         parsed.base_gpu_id = placement.index * parsed.tp_size * parsed.pp_size
     parsed.disaggregation_bootstrap_port += placement.index
 
 
-def _own_words(config: EngineConfig, given: set[str]) -> list[str]:
+def _own_words(config: EngineConfig) -> list[str]:
     if config.kv_cache_memory is not None:
         raise ConfigError(
             "SGLang is not told bytes of KV storage (--kv-cache-memory)",
@@ -73,11 +76,10 @@ def _own_words(config: EngineConfig, given: set[str]) -> list[str]:
     words: list[str] = []
     for name, flag in _FLAGS:
         value = getattr(config, name)
-        if value != getattr(_DEFAULTS, name) and flag not in given and _OTHER_NAMES.get(flag) not in given:
+        if value != getattr(_DEFAULTS, name):
             words += [flag, str(value)]
-    if "--page-size" not in given:
-        words += ["--page-size", str(config.block_size)]
-    if config.num_kv_blocks is not None and "--max-total-tokens" not in given:
+    words += ["--page-size", str(config.block_size)]
+    if config.num_kv_blocks is not None:
         words += ["--max-total-tokens", str(config.num_kv_blocks * config.block_size)]
     if not config.enable_prefix_caching:
         words.append("--disable-radix-cache")
@@ -86,11 +88,40 @@ def _own_words(config: EngineConfig, given: set[str]) -> list[str]:
     return words
 
 
-def _events_config(folder: Path) -> str:
-    """Over sockets that only this host's user reaches."""
+def _events_config(folder: Path, num_ranks: int) -> str | None:
+    """Over sockets that only this host's user reaches, which SGLang has for one rank alone."""
+    if num_ranks > 1:
+        _log.warning(
+            "SGLang with --dp-size %d tells of no KV events: what it has cached will only be guessed; give "
+            '--kv-events-config with "tcp://*:PORT" to change that',
+            num_ranks,
+        )
+        return None
     return json.dumps(
         {"publisher": "zmq", "endpoint": f"ipc://{folder}/events", "replay_endpoint": f"ipc://{folder}/replay"}
     )
+
+
+def _feeds(events_config: str | None, num_ranks: int) -> list[FeedAddress]:
+    """As SGLang reads it: each rank is at the port of the first one and its own number."""
+    try:
+        told = json.loads(events_config or "{}")
+        if told.get("publisher") != "zmq":
+            return []
+        endpoint, topic, replay = told.get("endpoint", _ENDPOINT), told.get("topic") or "", told.get("replay_endpoint")
+        return [
+            FeedAddress.published(
+                _at_rank(endpoint, rank), topic, _at_rank(replay, rank) if replay else None, "127.0.0.1"
+            )
+            for rank in range(num_ranks)
+        ]
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"SGLang: --kv-events-config {events_config}: {error}") from error
+
+
+def _at_rank(endpoint: str, rank: int) -> str:
+    where, _, port = endpoint.rpartition(":")
+    return f"{where}:{int(port) + rank}" if rank else endpoint
 
 
 class _Parser(argparse.ArgumentParser):

@@ -20,17 +20,17 @@ from headwater.engines.kv_feed.following import Following
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
 from headwater.engines.pace import Pace, PacedEngine
-from headwater.engines.sglang.arguments import SglangArguments, sglang_arguments
+from headwater.engines.sglang.arguments import sglang_arguments
 from headwater.engines.sglang.describe import engine_info, settings_of
 from headwater.engines.sglang.host import Loads, News, SglangHost
 from headwater.engines.sglang.installed import check_installed
 from headwater.engines.sglang_wire.answers import Chunk, SglangReader
 from headwater.engines.sglang_wire.arguments import generate_arguments
-from headwater.engines.sglang_wire.events import feeds_of
 from headwater.engines.sglang_wire.settings import SglangSettings
 from headwater.engines.starting import pulse
 from headwater.engines.texts import texts_and_weights
 from headwater.errors import HeadwaterError, WorkerLost
+from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import SequenceOutput
 
@@ -65,7 +65,7 @@ class SglangEngine(PacedEngine):
         settings = self._settings = settings_of(started)
         info = engine_info(self.config, texts, started, settings, _adapters(arguments.server))
         self.pace = Pace(info.max_num_batched_tokens)
-        self._follow_events(info, arguments)
+        self._follow_events(info.card, arguments.feeds)
         progress(Progress("ready", detail=info.card.name))
         return info
 
@@ -77,12 +77,10 @@ class SglangEngine(PacedEngine):
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _follow_events(self, info: EngineInfo, arguments: SglangArguments) -> None:
-        card, own = info.card, FeedAddress(f"ipc://{self._folder}/events", "", f"ipc://{self._folder}/replay")
-        addresses = feeds_of(self._settings, "127.0.0.1") if arguments.events_given else [own]
-        if addresses and self.config.enable_prefix_caching:
+    def _follow_events(self, card: ModelCard, feeds: list[FeedAddress]) -> None:
+        if feeds and self._settings.block_size is not None:
             translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
-            self._following = Following("SGLang", addresses, translator, self.tell)
+            self._following = Following("SGLang", feeds, translator, self.tell)
 
     # ---- work
 
