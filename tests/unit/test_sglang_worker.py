@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import platform
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -152,6 +153,13 @@ def test_half_of_a_pair_in_the_worker(config: EngineConfig, words: tuple[str, ..
         assert bench.recorder.error(1).code == ("unavailable" if words[1] == "prefill" else "handoff_failed")
 
     play(msgspec.structs.replace(config, engine_args=words), scenario)
+
+
+def test_step_times_are_pooled_by_the_number_of_its_devices(config: EngineConfig) -> None:
+    async def scenario(bench: Bench, _: Engine) -> None:
+        assert bench.info.hardware == f"sglang-{platform.machine()}x4"
+
+    play(msgspec.structs.replace(config, engine_args=("--tp-size", "2", "--pp-size", "2")), scenario)
 
 
 def test_without_prefix_caching_there_are_no_events(config: EngineConfig) -> None:

@@ -58,7 +58,7 @@ def engine_info(
         kv_blocks=max(1, settings.max_total_num_tokens // block_size * settings.dp_size),
         max_num_seqs=settings.max_running_requests or config.max_num_seqs,
         max_num_batched_tokens=chunk if chunk > 0 else _CHUNK_TOKENS,
-        hardware=f"sglang-{platform.machine()}x{config.tensor_parallel_size}",
+        hardware=f"sglang-{platform.machine()}x{settings.tp_size * settings.pp_size}",
         batch_invariant=False,
         role=settings.role,
         paired=settings.role is not None,

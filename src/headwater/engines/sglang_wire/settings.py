@@ -17,6 +17,8 @@ class SglangSettings(msgspec.Struct, frozen=True):
 
     version: str = ""
     page_size: int | None = None
+    tp_size: int = 1
+    pp_size: int = 1
     dp_size: int = 1
     max_total_num_tokens: int = 0
     """KV tokens of one data-parallel rank."""
