@@ -12,6 +12,7 @@ from headwater.config.schema import EngineConfig
 from headwater.engines.attached.engine import AttachedEngine
 from headwater.engines.base import Engine
 from headwater.engines.mocker.engine import MockerEngine
+from headwater.protocol.cluster import Instance
 from headwater.protocol.frames import Sleep, Wake
 from headwater.runtime.conformance import eventually, run_leak_checked
 from vllm_double import VllmDouble
@@ -34,8 +35,12 @@ class Bed:
         self._cluster = cluster
 
     @property
+    def instance(self) -> Instance:
+        return self._cluster.store.feed.instances["w"]
+
+    @property
     def state(self) -> str:
-        return self._cluster.store.feed.instances["w"].state
+        return self.instance.state
 
     def tell(self, frame: Sleep | Wake) -> None:
         assert self.member.link is not None
@@ -88,8 +93,13 @@ def test_it_finishes_what_runs_sleeps_and_is_the_same_when_it_wakes(config: Engi
             sleeper.tell(Sleep())
             sleeper.tell(Wake())
             await sleeper.is_now("ready")
-            assert double.asleep == 0
+            assert (double.asleep, double.sleeps_asked) == (0, 1), "it slept already"
             assert not await sleeper.refused(3)
+            sleeper.tell(Sleep())
+            sleeper.tell(Wake())
+            await eventually(lambda: double.sleeps_asked == 2, "it sleeps again")
+            await sleeper.is_now("ready")
+            assert double.asleep == 0
 
     run_leak_checked(scenario())
 
@@ -101,6 +111,7 @@ def test_who_cannot_sleep_goes_on(config: EngineConfig, tmp_path: Path) -> None:
             sleeper.tell(Sleep())
             await eventually(lambda: double.sleeps_asked == 1, "the server is asked")
             await sleeper.is_now("ready")
+            assert sleeper.instance.num_failed_sleeps == 1
             assert not await sleeper.refused(1)
         async with bed(MockerEngine(config)) as sleeper:
             sleeper.tell(Sleep())

@@ -3,7 +3,7 @@
 from headwater.engines.external import OpenStream
 from headwater.engines.pace import Pace
 from headwater.protocol.events import StepTiming
-from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
+from headwater.protocol.request import EngineRequest, RemotePrefill, SamplingParams, SequenceOutput
 
 CHUNK = 64
 
@@ -42,3 +42,6 @@ def test_a_prompt_alone_took_the_time_since_it_was_sent() -> None:
     assert Pace(CHUNK).observe(tokens(1), {1: open_stream(1, CHUNK)}, 1.5) is not None
     assert Pace(CHUNK).observe(tokens(1), {1: open_stream(1, CHUNK + 1)}, 1.5) is None, "in several steps"
     assert Pace(CHUNK).observe(tokens(1), {1: open_stream(1, 10, cached=10)}, 1.5) is None
+    elsewhere = open_stream(1, 10)
+    elsewhere.request.prefill = RemotePrefill("w", "tcp://w")
+    assert Pace(CHUNK).observe(tokens(1), {1: elsewhere}, 1.5) is None

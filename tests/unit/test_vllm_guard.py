@@ -1,5 +1,6 @@
 """vLLM's processes end with the worker above them, whatever ends it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,8 +13,8 @@ import subprocess, sys, time
 from headwater.engines.vllm.guard import Guard
 guard = Guard()
 guard.start()
-child = subprocess.Popen([sys.executable, "-c", "import subprocess, time; p = subprocess.Popen(['sleep', '600']); "
-                          "print(p.pid, flush=True); time.sleep(600)"], stdout=subprocess.PIPE, start_new_session=True)
+child = subprocess.Popen([sys.executable, "-c", "import subprocess; subprocess.run(['sh', '-c', "
+                          "'sleep 600 & echo $!; wait'])"], stdout=subprocess.PIPE, start_new_session=True)
 below = child.stdout.readline().decode().strip()
 guard.settle()
 print(child.pid, below, guard._process.pid, flush=True)
@@ -25,7 +26,9 @@ time.sleep(600)
 
 
 def started(way: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    worker = subprocess.Popen([sys.executable, "-c", WORKER, way], stdout=subprocess.PIPE, text=True)
+    """The processes: one of vLLM's, one below one below it, the guard."""
+    command = [sys.executable, "-c", WORKER, way]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert worker.stdout is not None
     return worker, [psutil.Process(int(word)) for word in worker.stdout.readline().split()]
 
@@ -35,8 +38,9 @@ def gone(process: psutil.Process) -> bool:
 
 
 def test_a_killed_worker_takes_them_along() -> None:
+    """Killed with all of its session, to which the guard does not belong."""
     worker, (child, below, guard) = started("is killed")
-    worker.send_signal(signal.SIGKILL)
+    os.killpg(worker.pid, signal.SIGKILL)
     worker.wait()
     deadline = time.monotonic() + 20
     while not all(gone(process) for process in (child, below, guard)):
@@ -52,8 +56,8 @@ def test_a_guard_that_is_closed_kills_nobody() -> None:
     while not gone(guard):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert child.is_running()
-    assert below.is_running()
+    assert not gone(child)
+    assert not gone(below)
     for process in (worker, child, below):
         process.kill()
     worker.wait()

@@ -153,6 +153,21 @@ def test_a_report_is_repeated_without_its_timings_and_never_in_place_of_a_newer_
     asyncio.run(check())
 
 
+def test_the_time_that_a_silent_engine_got_no_processor_is_told_once() -> None:
+    async def check() -> None:
+        sent: list[LoadReport] = []
+        reporter = LoadReporter(sent.append, interval_s=0.01)
+        reporter.offer(report(1))
+        for number, starved_ms in enumerate((120.0, 0.0), 2):
+            reporter.repeat(starved_ms)
+            await eventually(lambda number=number: len(sent) == number, "it is repeated")
+        assert [found.starved_ms for found in sent] == [0.0, 120.0, 0.0]
+        assert [found.starved_ms for found in reporter.recall()] == [0.0]
+        reporter.close()
+
+    asyncio.run(check())
+
+
 BIG = bytes(range(256)) * (MAX_CHUNK_BYTES // 256 + 10)
 
 

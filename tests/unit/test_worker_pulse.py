@@ -39,6 +39,10 @@ def test_only_a_busy_worker_with_a_silent_engine_says_how_long_it_was_held_up(
         threads.waited("1", 9.0)
         await asyncio.sleep(0.03)
         assert told == [], "nothing is open"
+        work.append(1)
+        beat.begin()
+        await asyncio.sleep(0.05)
+        assert told == [], "what was before the work came is over"
         beat.close()
         beat.close()
 

@@ -55,3 +55,5 @@ def test_vllm_gets_memory_for_hand_offs_where_its_role_asks_for_them() -> None:
     told = ServeConfig(engine=EngineConfig(engine="vllm", kv_staging=0), prefill=1, decode=1)
     assert engine_of(told, 0).kv_staging == 0
     assert engine_of(ServeConfig(prefill=1, decode=1), 0).kv_staging is None
+    attached = EngineConfig(engine="vllm", attach=("http://a", "http://b"))
+    assert engine_of(ServeConfig(engine=attached, prefill=1, decode=1), 0).kv_staging is None
