@@ -299,6 +299,50 @@ def test_descriptors_are_used_again_and_peers_never_mixed_up(folder: Path) -> No
     run_leak_checked(check())
 
 
+class LateWord:
+    """A socket on which something is still read from a peer whose descriptor another one has by now."""
+
+    more, bytes = False, b""
+
+    def __init__(self, peer: bytes, fd: int) -> None:
+        self._parts = [peer, self]
+        self._fd = fd
+
+    def recv(self, _flags: int, _copy: bool = True) -> object:
+        return self._parts.pop(0)
+
+    def get(self, _option: int) -> int:
+        return self._fd
+
+
+def test_the_late_word_of_a_peer_that_is_gone_costs_its_successor_nothing(folder: Path) -> None:
+    async def check() -> None:
+        planes = ZmqPlanes(IpcEndpoints(folder))
+        worker = await WorkerEnd(planes.listener()).listen()
+        first, second = (FrontendEnd(planes.link(worker.address, f"frontend-{number}")) for number in range(2))
+        await first.connect()
+        first.link.send(Abort([1]))
+        await eventually(lambda: len(worker.frames) == 1, "its frame")
+        await first.link.close()
+        await eventually(lambda: len(worker.gone) == 1, "it to leave")
+        await second.connect()
+        acceptor = worker.listener._acceptor  # type: ignore[attr-defined]
+        ((fd, peer),) = acceptor._peer_by_fd.items()
+        socket, acceptor._socket = acceptor._socket, LateWord(worker.gone[0], fd)
+        acceptor._receive()
+        acceptor._socket = socket
+        assert acceptor._peer_by_fd == {fd: peer}
+        assert len(worker.gone) == 1
+        second.link.send(Abort([2]))
+        await eventually(lambda: len(worker.frames) == 2, "the living one's frame")
+        assert worker.frames[1][0] == peer
+        await second.link.close()
+        await worker.listener.close()
+        await planes.close()
+
+    run_leak_checked(check())
+
+
 def test_sockets_have_no_name_left_after_a_close(folder: Path) -> None:
     async def check() -> None:
         planes = ZmqPlanes(IpcEndpoints(folder))
