@@ -11,7 +11,8 @@ import pytest
 
 from attached_stage import AttachedStage
 from headwater.engines.attached import engine as attached
-from headwater.engines.attached.dialects.vllm import VllmReader
+from headwater.engines.attached.dialects.trtllm import TrtllmDialect
+from headwater.engines.attached.dialects.vllm import VllmDialect, VllmReader
 from headwater.engines.attached.engine import AttachedEngine
 from headwater.engines.attached.http import ServerAddress, error_for
 from headwater.engines.attached.prometheus import sums
@@ -30,7 +31,7 @@ from headwater.errors import (
     WorkerLost,
 )
 from headwater.kv.identity import namespace
-from headwater.protocol.request import RelayedRequest
+from headwater.protocol.request import EngineRequest, RelayedRequest, SamplingParams
 from headwater.runtime.conformance import eventually
 from vllm_double import MODEL, VllmDouble
 
@@ -325,6 +326,14 @@ def test_an_event_that_does_not_end_is_a_lost_worker(monkeypatch: pytest.MonkeyP
 def test_garbage_in_a_stream_is_a_lost_worker(event: bytes) -> None:
     with pytest.raises(WorkerLost):
         VllmReader(1, None).read(event)
+
+
+@pytest.mark.parametrize("document", [3, {"choices": 3}, {"choices": [{"token_ids": "x"}]}, {"choices": []}, {}])
+def test_garbage_instead_of_a_completion_is_a_lost_worker(document: object) -> None:
+    request = EngineRequest(1, "r", "m", bytes(4), SamplingParams())
+    for dialect in (VllmDialect(), TrtllmDialect({})):
+        with pytest.raises(WorkerLost):
+            dialect.prefilled(request, document)
 
 
 def test_metrics_are_summed_over_labels() -> None:
