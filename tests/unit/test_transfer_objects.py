@@ -92,8 +92,11 @@ def test_objects_that_are_gone_or_too_short_are_errors_and_writing_is_refused(fo
         assert bytes(local.view) == bytes(BLOCK), "nothing of it is kept"
         with pytest.raises(TransferRefused):
             here.write(local.blocks([0]), gone.blocks([0])).run()
-        with pytest.raises(TransferRefused):
+        with pytest.raises(TransferRefused, match="for reading only"):
             here.register(ObjectRange(URL, 0, BLOCK), access="both")
+        for offset, num_bytes in ((-1, BLOCK), (0, 0)):
+            with pytest.raises(TransferRefused, match="no range of an object"):
+                here.register(ObjectRange(URL, offset, num_bytes), access="read")
 
 
 def test_a_store_that_cannot_be_opened_is_an_error_of_the_transfer(folder: Path) -> None:

@@ -97,9 +97,7 @@ class Agent:
         (access="read"), or what `headwater.transfer.memory.allocate` gave, which stays the caller's to release after
         `close`."""
         if isinstance(source, ObjectRange):
-            return self._add(
-                _object_buffer(source, access), "object", name=name, block_bytes=block_bytes, access=access
-            )
+            return self._add(_object_buffer(source), "object", name=name, block_bytes=block_bytes, access=access)
         if isinstance(source, Path):
             return self._add(_file_buffer(source, access), "file", name=name, block_bytes=block_bytes, access=access)
         if isinstance(source, Buffer):
@@ -319,10 +317,10 @@ def _check_notice(tag: bytes, payload: bytes) -> None:
         )
 
 
-def _object_buffer(source: ObjectRange, access: Access) -> Buffer:
+def _object_buffer(source: ObjectRange) -> Buffer:
     locate(source.url)
-    if access != "read" or source.num_bytes < 1 or source.offset < 0:
-        raise TransferRefused("a range of an object has bytes, and is offered for reading only: access='read'")
+    if source.num_bytes < 1 or source.offset < 0:
+        raise TransferRefused(f"{source.num_bytes} bytes from {source.offset} on are no range of an object")
     buffer = Buffer(None, None, 0, source.num_bytes)
     buffer.readonly, buffer.origin = True, source
     return buffer
