@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from headwater.bench.traces import read_trace
 from headwater.cli.advise_measure import measure
+from headwater.cli.console import open_console
 from headwater.cli.http import Server
 from headwater.cli.parser import advanced, seconds
 from headwater.cli.target import add_target, server_of
@@ -35,7 +35,6 @@ _AROUND = (0.4, 0.7, 1.0, 1.2)
 """Times the rate that is asked for, to see how much room is left."""
 _REQUESTS = 600
 _ADAPTIVE_REQUESTS = 1500
-_FILE_WIDTH = 200
 _MEASURE_TIMEOUT_S = 10.0
 _SHOWN = 8
 _MOST = 0.5
@@ -134,7 +133,7 @@ def _measure(args: argparse.Namespace, objective: Objective) -> int:
         times = (f"{one.ttft_ms:,.0f}", f"{one.tpot_ms:.1f}", f"{one.e2e_ms:,.0f}")
         counts = (str(one.num_requests), str(one.failed), f"{one.attained:.0%}", f"{one.goodput_per_s:.2f}")
         table.add_row(one.name, *counts, *times)
-    console = _console()
+    console = open_console()
     console.print(table)
     console.print(f"Best here: {best.name}. Roles follow the traffic again.", highlight=False)
     return 0
@@ -313,14 +312,8 @@ def _title(args: argparse.Namespace) -> str:
     return f"{args.model} on {args.gpus} x {args.device}, {what}, {times}"
 
 
-def _console() -> Console:
-    """What goes to a file is not cut to the width of a terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_FILE_WIDTH)
-
-
 def _print(args: argparse.Namespace, found: Sequence[Advice], meant: Advice, everything: Sequence[Figures]) -> None:
-    console = _console()
+    console = open_console()
     for advice in found if args.concurrency else [meant]:
         console.print(_table(f"{_title(args)}, {advice.load}", advice.rows))
         console.print("\n".join(advice.words) + "\n", highlight=False)

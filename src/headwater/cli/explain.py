@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headwater.cli.console import open_console
 from headwater.cli.http import Server
 from headwater.cli.target import add_target, server_of
 
@@ -20,7 +21,6 @@ _TIMEOUT_S = 10.0
 _MOST_TRIES = 48
 _SURE_AFTER = 12
 """Answers in a row from frontends that have been heard already."""
-_FILE_WIDTH = 200
 
 Document = dict[str, Any]
 
@@ -39,9 +39,7 @@ def run(args: argparse.Namespace) -> int:
     elif not decisions:
         print(f"no frontend remembers a request {args.request_id}")
     else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=_FILE_WIDTH)
+        console = open_console(highlight=False)
         for decision in decisions:
             show(console, decision)
     return 0 if decisions else 1

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
+from headwater.cli.console import open_console
 from headwater.cli.parser import advanced, seconds, size
 from headwater.cli.target import add_target, server_of
 from headwater.config.schema import RuntimeConfig
@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 _CONNECT_S = 2.0
 _LIST_PAGE = 5000
-_FILE_WIDTH = 250
 _TIERS = ("host", "disk")
 _PEER_HELP = "another node whose host tier is read; may be repeated"
 
@@ -193,7 +192,7 @@ async def _stat(args: argparse.Namespace) -> int:
             str(tier.num_hits), str(tier.num_misses), str(tier.num_evicted), str(tier.num_refused),
             str(tier.num_damaged), f"{tier.load_ms_per_mib:.2f}",
         )  # fmt: skip
-    console = _console()
+    console = open_console(markup=False, emoji=False)
     console.print(table)
     for tier in report.tiers:
         if tier.problem:
@@ -222,14 +221,8 @@ async def _ls(args: argparse.Namespace) -> int:
         table.add_column(title, overflow="fold")
     for row in rows:
         table.add_row(*map(str, row.values()))
-    _console().print(table)
+    open_console(markup=False, emoji=False).print(table)
     return 0
-
-
-def _console() -> Console:
-    """For names that are shown as they are; what a program reads is not cut to the width of a terminal."""
-    width = None if Console().is_terminal else _FILE_WIDTH
-    return Console(width=width, markup=False, emoji=False)
 
 
 async def _blocks(client: StoreClient, args: argparse.Namespace) -> list[wire.BlockEntry]:

@@ -9,10 +9,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headwater.cli.console import open_console
 from headwater.cli.flags import load_from
 from headwater.cli.target import add_target, server_of
 from headwater.deploy.clusters import running_clusters
@@ -21,7 +21,6 @@ from headwater.protocol.cluster import Instance
 from headwater.runtime.registry.open import open_registry
 
 _TIMEOUT_S = 10.0
-_FILE_WIDTH = 200
 
 Document = dict[str, Any]
 """As `/debug/cluster` of a frontend gives it."""
@@ -108,9 +107,7 @@ _COLUMNS: dict[str, Callable[[Document], str]] = {
 
 
 def _print(document: Document) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_FILE_WIDTH)
+    console = open_console(highlight=False)
     console.print(f"{document['source']}: {_summary(document)}", soft_wrap=True, markup=False)
     for model in document["models"]:
         state = "ready" if model["ready"] else f"not ready: {model['missing']}"
