@@ -18,7 +18,7 @@ from headwater.types import Role
 LIMITS = SchedulerLimits(10_000, 16, 100_000, 1 << 20, 256, 2048)
 
 
-def cluster(*roles: Role) -> tuple[ClusterView, list[WorkerView]]:
+def cluster(*roles: Role, paired: bool = False) -> tuple[ClusterView, list[WorkerView]]:
     """Prefill 0.1 ms a token, a decode step 10 ms, 0.1 MB of KV a token."""
     view = ClusterView()
     model = StepModel()
@@ -26,17 +26,17 @@ def cluster(*roles: Role) -> tuple[ClusterView, list[WorkerView]]:
     shapes += [StepShape(0, 0, number, number * 500) for number in (1, 16, 64)]
     model.believe([(shape, 0.1 * shape.prefill_tokens + 10.0 * (shape.decode_sequences > 0)) for shape in shapes], 100)
     for number, role in enumerate(roles):
-        made = described(f"w{number}", role)
+        made = described(f"w{number}", role, paired)
         view.put(made)
         view.set_connected(made.worker_id, True)
     view.set_costs(time_class(described("w0", "both")), model, 2048)
     return view, [worker for worker in view.workers if worker.instance.role != "prefill"]
 
 
-def described(worker_id: str, role: Role) -> Instance:
+def described(worker_id: str, role: Role, paired: bool = False) -> Instance:
     made = instance(worker_id, LIMITS)
     card = msgspec.structs.replace(made.card, kv_bytes_per_token=100_000)
-    return msgspec.structs.replace(made, role=role, card=card)
+    return msgspec.structs.replace(made, role=role, card=card, paired=paired)
 
 
 def choose(
@@ -119,6 +119,27 @@ def test_a_slow_link_is_part_of_the_price() -> None:
         view.prefilled(view.book(both, 500, 100))
     assert choose(view, both, 1000).remote
     assert not choose(view, both, 1000, DisaggSettings(link_bytes_per_ms=1e4)).remote
+
+
+@pytest.mark.parametrize("settings", [DisaggSettings(), DisaggSettings("never"), DisaggSettings("threshold", 9000)])
+@pytest.mark.parametrize("loose", [False, True])
+@pytest.mark.parametrize("tokens", [20, 2000])
+def test_an_engine_that_works_in_pairs_computes_no_prompt_whatever_is_asked_for(
+    settings: DisaggSettings, loose: bool, tokens: int
+) -> None:
+    view, (decoder,) = cluster("decode", "prefill", "prefill", paired=True)
+    busy = view.worker("w1")
+    assert busy is not None
+    view.book(busy, 8000, 10)
+    choice = choose(view, decoder, tokens, settings, loose)
+    assert (choice.remote, choice.chosen.worker_id) == (True, "w2")
+
+
+def test_a_prefill_worker_stands_in_for_decoders_that_are_gone_unless_it_works_in_pairs() -> None:
+    alone, _ = cluster("prefill")
+    assert [worker.worker_id for worker in alone.eligible(MODEL)] == ["w0"]
+    paired, _ = cluster("prefill", paired=True)
+    assert paired.eligible(MODEL) == []
 
 
 def test_a_choice_can_be_shown() -> None:
