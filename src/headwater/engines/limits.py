@@ -1,9 +1,12 @@
-"""What an engine's sizes, and what its configuration says of the line before it, allow."""
+"""What an engine's sizes, what its configuration says of the line before it, and what is there already allow."""
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo
+from headwater.errors import InvalidRequest
 from headwater.kv.identity import namespace
+from headwater.protocol.request import EngineRequest
 from headwater.scheduler.limits import SchedulerLimits
+from headwater.types import TOKEN_ID_BYTES
 
 
 def limits_of(config: EngineConfig, info: EngineInfo) -> SchedulerLimits:
@@ -21,3 +24,11 @@ def limits_of(config: EngineConfig, info: EngineInfo) -> SchedulerLimits:
         eos_token_ids=frozenset(card.eos_token_ids),
         namespace=namespace(card.fingerprint, card.kv_layout),
     )
+
+
+def num_resumed(request: EngineRequest) -> int:
+    """Tokens generated elsewhere, which an engine gets as prompt. Raises `InvalidRequest` when they are all of them."""
+    count = len(request.resumed_tokens) // TOKEN_ID_BYTES
+    if count >= request.sampling.max_tokens:
+        raise InvalidRequest(f"{count} tokens are there already of {request.sampling.max_tokens}")
+    return count

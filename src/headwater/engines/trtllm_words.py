@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from headwater.engines import limits
 from headwater.errors import InvalidRequest
 from headwater.protocol.request import EngineRequest, StructuredSpec
-from headwater.types import TOKEN_ID_BYTES
 
 WRITTEN_FOR = "1.3 and later, before 1.5"
 _OLDEST, _TOO_NEW = (1, 3), (1, 5)
@@ -38,10 +38,8 @@ def adapter_number(folder: str) -> int:
 
 
 def num_resumed(request: EngineRequest) -> int:
-    """Tokens generated elsewhere, which TensorRT-LLM gets as prompt. Raises `InvalidRequest`."""
-    count = len(request.resumed_tokens) // TOKEN_ID_BYTES
-    if count >= request.sampling.max_tokens:
-        raise InvalidRequest(f"{count} tokens are there already of {request.sampling.max_tokens}")
+    """As `limits` has it, where TensorRT-LLM can go on. Raises `InvalidRequest`."""
+    count = limits.num_resumed(request)
     if count and request.sampling.structured is not None:
         raise InvalidRequest("TensorRT-LLM cannot go on in the middle of a structured output", param="structured")
     return count

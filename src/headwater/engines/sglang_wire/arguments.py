@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
+from headwater.engines.limits import num_resumed
 from headwater.engines.sglang_wire.settings import SglangSettings
 from headwater.errors import HandoffFailed, InvalidRequest, Unavailable
 from headwater.protocol.request import EngineRequest, SamplingParams, StructuredSpec
-from headwater.types import TOKEN_ID_BYTES, Role
+from headwater.types import Role
 
 _MAX_SEED = 2**63 - 1
 _ALL = -1
@@ -50,16 +51,14 @@ def generate_arguments(
 
 def _sampling(request: EngineRequest, num_tokens: int, settings: SglangSettings) -> dict[str, Any]:
     params = request.sampling
-    num_resumed = len(request.resumed_tokens) // TOKEN_ID_BYTES
-    if num_resumed >= params.max_tokens:
-        raise InvalidRequest(f"{num_resumed} tokens are there already of {params.max_tokens}")
+    resumed = num_resumed(request)
     _check_ranges(params)
-    most = params.max_tokens - num_resumed
+    most = params.max_tokens - resumed
     if settings.max_model_len is not None:
         most = max(1, min(most, settings.max_model_len - num_tokens))
     words: dict[str, Any] = {
         "max_new_tokens": most,
-        "min_new_tokens": min(most, max(0, params.min_tokens - num_resumed)),
+        "min_new_tokens": min(most, max(0, params.min_tokens - resumed)),
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k or _ALL,
@@ -78,7 +77,7 @@ def _sampling(request: EngineRequest, num_tokens: int, settings: SglangSettings)
         # A deterministic SGLang draws by seed and position, as we do, and without a seed by the same one for all.
         words["sampling_seed"] = params.seed & _MAX_SEED
     if params.structured is not None:
-        if num_resumed:
+        if resumed:
             raise InvalidRequest("SGLang cannot go on in the middle of a structured output", param="structured")
         words |= _structured(params.structured)
     return words

@@ -34,6 +34,7 @@ from headwater.engines.kv_feed.following import Following
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
 from headwater.engines.kv_params import kv_transfer_params, ticket_of
+from headwater.engines.limits import num_resumed
 from headwater.engines.starting import pulse, starting
 from headwater.engines.steps import PrefillProgress
 from headwater.engines.texts import texts_and_weights
@@ -54,7 +55,6 @@ from headwater.engines.vllm.staging import Staging
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InternalError, InvalidRequest
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
-from headwater.types import TOKEN_ID_BYTES
 
 _SHUTDOWN_TIMEOUT_S = 8.0
 
@@ -153,10 +153,7 @@ class VllmEngine(ExternalEngine):
     # ---- work
 
     def send(self, stream: OpenStream, tokens: "array[int]") -> None:
-        request = stream.request
-        num_resumed = len(request.resumed_tokens) // TOKEN_ID_BYTES
-        if num_resumed >= request.sampling.max_tokens:
-            raise InvalidRequest(f"{num_resumed} tokens are there already of {request.sampling.max_tokens}")
+        num_resumed(stream.request)  # refuses what is complete
         if self._port is None:
             self.hand_over(stream, tokens, None)
         elif not self._port.begin(stream, tokens):
@@ -198,7 +195,7 @@ class VllmEngine(ExternalEngine):
         """What vLLM's input processor makes of it. Raises `InvalidRequest` with what vLLM says."""
         request, llm = stream.request, self._llm
         assert llm is not None
-        num_resumed = len(request.resumed_tokens) // TOKEN_ID_BYTES
+        resumed = num_resumed(request)
         salt = salt_of(request.namespace, self.default_namespace)
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": tokens.tolist()}
         if salt is not None:
@@ -207,13 +204,15 @@ class VllmEngine(ExternalEngine):
             return llm.input_processor.process_inputs(
                 name,
                 prompt,
-                vllm_sampling(request.sampling, num_resumed, params if self._port else kv_transfer_params(request)),
+                vllm_sampling(request.sampling, resumed, params if self._port else kv_transfer_params(request)),
                 self._tasks_supported,
                 arrival_time=request.arrival or None,
                 lora_request=self._adapter(request.adapter),
                 priority=-request.priority,
                 session_id=request.session_id,
             )
+        except HeadwaterError:
+            raise
         except (VLLMClientError, ValueError, TypeError) as error:
             raise InvalidRequest(f"vLLM: {error}") from error
         except Exception as error:
