@@ -14,7 +14,7 @@ from headwater.protocol.events import BlocksStored, FrontendLoad
 from headwater.router.delay import Delay
 from headwater.router.policies import RoundRobin
 from headwater.router.policy import Policy
-from headwater.router.price import UNKNOWN
+from headwater.router.price import UNKNOWN, StepCosts
 from headwater.router.queue import AdmissionQueue, Outcome, Placed, QueueLimits, Refused, Ticket
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
@@ -434,6 +434,17 @@ def test_those_in_line_get_short_steps_while_somebody_is_expected_to_go_ahead() 
     assert CHUNK / 16 <= in_line.step_tokens < CHUNK
     bench.now += 61.0
     assert bench.serve_one().step_tokens == 0, "it has not come again for a while"
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "token_ms", "expected"), [(5.0, 0.05, 300), (1.0, 0.05, 128), (500.0, 0.05, 2048), (5.0, 0.0, 2048)]
+)
+def test_a_short_step_wastes_little_on_what_every_step_costs(step_ms: float, token_ms: float, expected: int) -> None:
+    """Of 2048 tokens, a sixteenth at least."""
+    bench = Bench(1)
+    (worker,) = bench.view.workers
+    worker.costs = StepCosts(step_ms, token_ms, 0.0, 0.0, 0.0, 0.0, CHUNK)
+    assert bench.router.short_step_tokens(worker) == expected
 
 
 def test_who_goes_ahead_at_one_model_makes_no_steps_of_another_shorter() -> None:
