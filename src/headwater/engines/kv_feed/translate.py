@@ -95,13 +95,9 @@ class FeedTranslator:
         )
         for number, foreign in enumerate(event.hashes):
             block_id = BlockId(ids[number * BLOCK_ID_BYTES : (number + 1) * BLOCK_ID_BYTES])
-            key = (rank, event.tier, foreign)
-            self._known[key] = _Known(block_id, parent.namespace, before)
+            new = self._hold((rank, event.tier, foreign), _Known(block_id, parent.namespace, before))
             before = block_id
-            self._copies[key] = self._copies.get(key, 0) + 1
-            held = self._holders.get((event.tier, block_id), 0)
-            self._holders[event.tier, block_id] = held + 1
-            run.add(block_id, new=not held, told=told)
+            run.add(block_id, new=new, told=told)
         run.end(told)
 
     def _parent(self, rank: int, event: ForeignStored) -> _Known | None:
@@ -145,12 +141,7 @@ class FeedTranslator:
         known = self._known.get((rank, event.before, event.hash))
         if known is None:
             return
-        key = (rank, event.after, event.hash)
-        self._known[key] = known
-        self._copies[key] = self._copies.get(key, 0) + 1
-        held = self._holders.get((event.after, known.block_id), 0)
-        self._holders[event.after, known.block_id] = held + 1
-        if not held:
+        if self._hold((rank, event.after, event.hash), known):
             told.append(BlocksStored(known.block_id, known.parent, event.after))
         self._remove(rank, ForeignRemoved([event.hash], event.before), told)
 
@@ -165,6 +156,14 @@ class FeedTranslator:
             told.append(BlocksCleared())
         else:
             told += [BlocksRemoved(b"".join(ids), tier) for tier, ids in gone.items()]
+
+    def _hold(self, key: _Key, known: _Known) -> bool:
+        """Whether that is the first copy."""
+        self._known[key] = known
+        self._copies[key] = self._copies.get(key, 0) + 1
+        held = self._holders.get((key[1], known.block_id), 0)
+        self._holders[key[1], known.block_id] = held + 1
+        return not held
 
     def _release(self, tier: Tier, block_id: BlockId) -> bool:
         """Whether that was the last copy."""
