@@ -53,7 +53,6 @@ class SglangReader:
 
     def __init__(self, request: EngineRequest, *, incremental: bool) -> None:
         params = request.sampling
-        self.ended = False
         self.left = False
         """Whether it was ended here, and SGLang goes on."""
         self.num_retractions = 0
@@ -82,7 +81,6 @@ class SglangReader:
         self._seen += len(token_ids) + (stop is not None)
         if not token_ids and reason is None:
             return None
-        self.ended = reason is not None
         cached = meta.cached_tokens if self._first else None
         self._first = False
         return SequenceOutput(
