@@ -29,4 +29,6 @@ class PrefillProgress:
                 left -= part
         if not num_prefill_tokens:
             self._done.clear()
+        elif len(self._done) > len(streams):  # an engine that is never without a prompt
+            self._done = {number: done for number, done in self._done.items() if number in streams}
         return StepTiming(num_prefill_tokens, pairs, num_decode, decode_context, duration_ms)
