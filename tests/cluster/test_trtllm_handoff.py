@@ -10,7 +10,7 @@ from handoff_bench import request
 from server_pair import PROMPT, ServerPair, server_pair
 
 from headwater.config.schema import EngineConfig
-from headwater.engines.attached import engine as attached
+from headwater.engines.attached import exchanges
 from headwater.runtime.conformance import eventually, run_leak_checked
 from trtllm_double import Fabric, TrtllmDouble
 from word_tokenizer import write_word_tokenizer
@@ -97,7 +97,7 @@ def test_kv_whose_time_is_over_is_computed_here(config: EngineConfig) -> None:
 
 def test_a_server_that_dies_with_the_kv_costs_time_only(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server that decodes waits for KV that nobody will send."""
-    monkeypatch.setattr(attached, "_TICKET_S", 0.3)
+    monkeypatch.setattr(exchanges, "_TICKET_S", 0.3)
 
     async def scenario() -> None:
         async with pair(config) as both:
@@ -110,7 +110,7 @@ def test_a_server_that_dies_with_the_kv_costs_time_only(config: EngineConfig, mo
 
 def test_an_answer_that_has_begun_is_not_begun_again(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is on the first token alone, and what breaks off later is an error, not a second answer."""
-    monkeypatch.setattr(attached, "_TICKET_S", 0.2)
+    monkeypatch.setattr(exchanges, "_TICKET_S", 0.2)
 
     async def scenario() -> None:
         async with pair(config, mocker_decode_base_ms=5.0) as both:

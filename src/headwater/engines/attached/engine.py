@@ -7,10 +7,10 @@ and gets nothing until it is back; one that comes back as something else ends th
 """
 
 import asyncio
-import contextlib
 import logging
 from array import array
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,7 +19,6 @@ from headwater.config.schema import EngineConfig
 from headwater.engines.attached.answer import Answer
 from headwater.engines.attached.cards import Describer
 from headwater.engines.attached.dialects.base import (
-    Aborts,
     Description,
     Dialect,
     HandsOver,
@@ -29,7 +28,8 @@ from headwater.engines.attached.dialects.base import (
     TokenDialect,
 )
 from headwater.engines.attached.dialects.detect import detect
-from headwater.engines.attached.http import Server, ServerAddress, Unreachable, error_for
+from headwater.engines.attached.exchanges import Asked, Exchanges
+from headwater.engines.attached.http import Server, ServerAddress, Unreachable
 from headwater.engines.attached.relay import relayed_request
 from headwater.engines.attached.texts import server_texts
 from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
@@ -39,6 +39,7 @@ from headwater.engines.kv_feed.draining import Draining, ReaderLock
 from headwater.engines.kv_feed.following import Following
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
+from headwater.engines.limits import num_resumed
 from headwater.engines.pace import Pace, PacedEngine
 from headwater.engines.texts import ModelTexts
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InvalidRequest, Unavailable, WorkerLost
@@ -46,7 +47,6 @@ from headwater.kv.identity import namespace
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import EngineRequest, SequenceOutput
-from headwater.types import TOKEN_ID_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -54,13 +54,8 @@ _PROBE_S = 1.0
 _PATIENCE_S = 30.0
 """How long a server that is connected to may not answer before it is given up."""
 _RETRY_S = 2.0
-_TICKET_S = 60.0
-"""Until the first token: longer than servers wait for KV themselves."""
 _DRAIN_TIMEOUT_S = 30.0
 """Some servers answer only when no event has come for two seconds."""
-_MAX_ERROR_BYTES = 64 * 1024
-_MAX_ABORTING = 1024
-"""Messages under way; beyond that a closed connection has to do."""
 
 
 class AttachedEngine(PacedEngine):
@@ -74,6 +69,7 @@ class AttachedEngine(PacedEngine):
         own_key = key[placement.index % len(key)] if key else None
         self._address = ServerAddress.parse(config.attach[placement.index], own_key)
         self._server: Server | None = None
+        self._exchanges: Exchanges | None = None
         self._dialect: Dialect | None = None
         self._tokens: TokenDialect | None = None
         self._found: Description | None = None
@@ -81,7 +77,6 @@ class AttachedEngine(PacedEngine):
         self._adapters = _adapters(config.attach_adapters)
         self._publishes = _own_part("--attach-kv-events", config.attach_kv_events, placement.index)
         self._answers: dict[int, asyncio.Task[None]] = {}
-        self._aborting: set[asyncio.Task[None]] = set()
         self._gathered = Gathered(self.deliver_step, lambda: self.num_generating)
         self._said: ServerLoad | None = None
         self._failing_since: float | None = None
@@ -92,6 +87,7 @@ class AttachedEngine(PacedEngine):
         server = self._server = Server(self._address)
         dialect, found = await self._await_server(server, progress)
         self._dialect, self._found = dialect, found
+        self._exchanges = Exchanges(server, dialect, self._gathered.take, lambda: self.paused)
         describer = Describer(self.config, self._address, dialect, found)
         self.pace = Pace(describer.sizes.max_num_batched_tokens)
         if self._adapters and not found.adapters:
@@ -120,7 +116,8 @@ class AttachedEngine(PacedEngine):
         for task in answers:
             task.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
-        await asyncio.gather(*self._aborting, return_exceptions=True)
+        if self._exchanges is not None:
+            await self._exchanges.close()
         if self._following is not None:
             await self._following.close()
         if self._server is not None:
@@ -174,34 +171,40 @@ class AttachedEngine(PacedEngine):
     # ---- work
 
     def send(self, stream: OpenStream, tokens: "array[int]") -> None:
-        server, found = self._server, self._found
-        assert server is not None
+        exchanges, found, request = self._exchanges, self._found, stream.request
+        assert exchanges is not None
         assert found is not None
-        request = stream.request
         if self._tokens is None:
             if request.resumed_tokens:
                 raise EngineFailed("the server was lost in the middle of a relayed answer, which cannot be taken up")
-            path, body = relayed_request(request, (found.model, *found.aliases, *found.adapters), found.model)
-            self._answer(request.stream, self._relay(server, stream, path, body))
-            return
-        num_resumed = len(request.resumed_tokens) // TOKEN_ID_BYTES
-        if num_resumed >= request.sampling.max_tokens:
-            raise InvalidRequest(f"{num_resumed} tokens are there already of {request.sampling.max_tokens}")
+            asked = relayed_request(request, (found.model, *found.aliases, *found.adapters), found.model)
+            self._answer(request.stream, exchanges.relay(request, asked))
+        else:
+            self._send_tokens(exchanges, self._tokens, found.model, stream, tokens)
+
+    def _send_tokens(
+        self, exchanges: Exchanges, dialect: TokenDialect, model: str, stream: OpenStream, tokens: "array[int]"
+    ) -> None:
+        request = stream.request
+        num_resumed(request)  # refuses what is complete
         salt = salt_of(request.namespace, self._own_namespace(request.adapter))
         if isinstance(self._following, Draining):
             self._following.wake()
         if request.export is not None:
-            hands = _hands_over(self._tokens)
-            prefill = hands.prefill(found.model, request, tokens, salt)
-            self._answer(request.stream, self._prefill(server, hands, request, prefill))
+            hands = _hands_over(dialect)
+            asked = hands.prefill(model, request, tokens, salt)
+            self._answer(request.stream, exchanges.prefill(hands, request, asked, request.export.hold_s))
             return
-        asked = self._tokens.request(found.model, request, tokens, salt)
-        answer = Answer(self._tokens.reader(request), self._expected_cached(stream) if self._following else None)
+
+        def ask(request: EngineRequest, cached: int | None) -> tuple[Asked, Answer]:
+            return dialect.request(model, request, tokens, salt), Answer(dialect.reader(request), cached)
+
+        first = ask(request, self._expected_cached(stream) if self._following else None)
         if not request.ticket:
-            self._answer(request.stream, self._stream_tokens(server, request, asked, answer))
-            return
-        again = self._tokens.request(found.model, msgspec.structs.replace(request, ticket=b""), tokens, salt)
-        self._answer(request.stream, self._stream_with_ticket(server, request, asked, again, answer))
+            self._answer(request.stream, exchanges.stream(request, *first))
+        else:
+            again = partial(ask, msgspec.structs.replace(request, ticket=b""), None)
+            self._answer(request.stream, exchanges.stream_with_ticket(request, *first, again))
 
     def _own_namespace(self, adapter: str | None) -> bytes:
         """That the server keeps by itself."""
@@ -216,7 +219,7 @@ class AttachedEngine(PacedEngine):
         await _sleeps(self._dialect).wake(self._server)
 
     def cancel(self, streams: Sequence[int]) -> None:
-        """The connection is closed, which servers take as a wish to stop; `_stream_tokens` tells those that do not."""
+        """Whoever reads an answer leaves it, and `Exchanges` sees to it that the server stops."""
         for number in streams:
             task = self._answers.pop(number, None)
             if task is not None:
@@ -231,83 +234,6 @@ class AttachedEngine(PacedEngine):
             num_waiting=max(len(self.open) - running, said.num_waiting),
             kv_blocks_free=num_blocks - round(said.kv_usage * num_blocks),
         )
-
-    async def _stream_with_ticket(
-        self,
-        server: Server,
-        request: EngineRequest,
-        asked: tuple[str, bytes],
-        again: tuple[str, bytes],
-        answer: Answer,
-    ) -> None:
-        """A ticket whose KV is gone, or does not come in time, costs a prefill here: `again` asks without it."""
-        assert self._tokens is not None
-        try:
-            async with asyncio.timeout(_TICKET_S) as limit:
-                await self._stream_tokens(server, request, asked, answer, limit)
-            return
-        except TimeoutError:
-            reason = f"no token within {_TICKET_S:.0f} s"
-        except HeadwaterError as error:
-            if answer.begun or isinstance(error, Unreachable):
-                raise
-            reason = str(error)
-        _log.warning(
-            "the server prefills itself, its ticket is void: %s", reason, extra={"request_id": request.request_id}
-        )
-        second = Answer(self._tokens.reader(request), None)
-        await self._stream_tokens(server, request, again, second)
-
-    async def _stream_tokens(
-        self,
-        server: Server,
-        request: EngineRequest,
-        asked: tuple[str, bytes],
-        answer: Answer,
-        limit: asyncio.Timeout | None = None,
-    ) -> None:
-        """`limit`: on the time until the first token."""
-        try:
-            async with server.stream(*asked, {"x-request-id": f"{request.request_id}-{request.stream}"}) as response:
-                if response.status != 200:
-                    answer.complete = True
-                    raise error_for(response.status, await response.content.read(_MAX_ERROR_BYTES), response.headers)
-                async for piece in response.content.iter_any():
-                    for output in answer.feed(piece):
-                        if limit is not None:
-                            limit.reschedule(None)
-                        self._gathered.take(output)
-                    if answer.goes_on:
-                        break
-        finally:
-            if not answer.complete:
-                self._abort_there(server, request)
-        if not answer.ended:
-            raise WorkerLost("the attached server ended its answer without saying why")
-
-    async def _prefill(self, server: Server, hands: HandsOver, request: EngineRequest, asked: tuple[str, Any]) -> None:
-        """For another server, which fetches the KV."""
-        path, body = asked
-        timeout_s = request.export.hold_s if request.export is not None else _PATIENCE_S
-        answer = await server.post_json(path, body, timeout_s=timeout_s)
-        self._gathered.take(hands.prefilled(request, answer))
-
-    def _abort_there(self, server: Server, request: EngineRequest) -> None:
-        """An answer was left before the server had come to its end."""
-        aborts = _aborts(self._tokens)
-        if aborts is not None and not self.paused and len(self._aborting) < _MAX_ABORTING:
-            task = asyncio.get_running_loop().create_task(_told_to_abort(server, *aborts.abort(request)))
-            self._aborting.add(task)
-            task.add_done_callback(self._aborting.discard)
-
-    async def _relay(self, server: Server, stream: OpenStream, path: str, body: bytes) -> None:
-        number = stream.request.stream
-        async with server.stream(path, body, {"x-request-id": stream.request.request_id}) as response:
-            if response.status != 200:
-                raise error_for(response.status, await response.content.read(_MAX_ERROR_BYTES), response.headers)
-            async for piece in response.content.iter_any():
-                self._gathered.take(SequenceOutput(number, [0] * max(1, piece.count(b"\n\n")), relayed=piece))
-        self._gathered.take(SequenceOutput(number, [], "stop"))
 
     def _answer(self, number: int, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -379,11 +305,6 @@ class AttachedEngine(PacedEngine):
         self.resume()
 
 
-async def _told_to_abort(server: Server, path: str, body: bytes) -> None:
-    with contextlib.suppress(HeadwaterError):  # it is gone, or has long ended the answer
-        await server.post(path, body)
-
-
 def _hands_over(dialect: object) -> HandsOver:
     if not isinstance(dialect, HandsOver):
         raise InvalidRequest("this kind of server computes no prompts for others", param="export")
@@ -394,10 +315,6 @@ def _sleeps(dialect: object) -> Sleeps:
     if not isinstance(dialect, Sleeps):
         raise ConfigError("this kind of server cannot sleep")
     return dialect
-
-
-def _aborts(dialect: object) -> Aborts | None:
-    return dialect if isinstance(dialect, Aborts) else None
 
 
 async def _learn(dialect: object, texts: ModelTexts) -> None:
