@@ -334,7 +334,7 @@ def test_a_choice_that_could_wait_longer_is_not_tried_again_when_the_other_has_w
         for count, stream in enumerate(streams, 1):
             worker.refuse(stream, "draining", "leaving")
             await until(lambda count=count: rig.dispatcher.faults.waiting() == count)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.2)
         await end_once_each(rig, sinks)
 
     play(scenario, moves=MoveLimits(max_wait_s=0.5))

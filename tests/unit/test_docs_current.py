@@ -27,6 +27,7 @@ from headwater.router.view import ClusterView
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")])
 OTHERS_FLAGS = {
+    "--dp-size",
     "--enable-hierarchical-cache",
     "--hicache-storage-backend",
     "--hicache-storage-backend-extra-config",

@@ -107,15 +107,16 @@ def test_an_adapter_and_a_salt_keep_to_themselves(play: Callable[[Scenario], Non
 def test_a_gap_in_the_events_heals_and_a_new_life_begins_anew(play: Callable[[Scenario], None]) -> None:
     async def scenario(stage: Stage) -> None:
         async with stage.attached() as bench:
+            engine = bench.engine
+            assert isinstance(engine, AttachedEngine)
+            assert engine._following is not None
+            (feed,) = engine._following.feeds  # type: ignore[union-attr]
+            await eventually(lambda: not feed.order._asking, "nothing came before us")
             publish, stage.double.publisher.publish = stage.double.publisher.publish, stage.double.publisher.lose  # type: ignore[method-assign]
             await bench.run(bench.request(prompt_of(40)))
             stage.double.publisher.publish = publish  # type: ignore[method-assign]
             await bench.run(bench.request(prompt_of(40, 2)))
             await eventually(lambda: len(bench.engine.resident) == 4, "the lost ones are asked for")
-            engine = bench.engine
-            assert isinstance(engine, AttachedEngine)
-            assert engine._following is not None
-            (feed,) = engine._following.feeds  # type: ignore[union-attr]
             assert (feed.order.num_gaps, feed.order.num_lost) == (1, 0)
             await stage.double.stop()
             await eventually(lambda: engine.paused, "the engine knows", 10.0)
