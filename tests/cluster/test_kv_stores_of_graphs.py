@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,24 @@ def stored(environment: dict[str, str], *which: str) -> int:
     return int(host["num_stored"])
 
 
+def assert_models_are_named(environment: dict[str, str], url: str) -> None:
+    """Beside the fingerprint, for people and for machines."""
+    name = json.load(urllib.request.urlopen(f"{url}/v1/models", timeout=60))["data"][0]["id"]
+    (row,) = json.loads(headwater(environment, "kv", "ls", "--json").stdout)
+    assert row["names"] == [name]
+    assert len(row["model"]) == 64
+    (block, *_) = json.loads(headwater(environment, "kv", "ls", "--tier", "host", "--json").stdout)
+    assert (block["model"], block["names"]) == (row["model"], [name])
+    shown = headwater(environment, "kv", "ls").stdout
+    assert name in shown
+    assert row["model"] in shown
+
+
 def test_two_graphs_have_a_store_each(environment: dict[str, str]) -> None:
     with serve(environment, *FAST, *STORE) as first:
         complete(first.url)
         first.until(lambda: stored(environment) > 0)
+        assert_models_are_named(environment, first.url)
         (socket,) = Path(environment["XDG_RUNTIME_DIR"]).glob("headwater-*/serve-*/kv.sock")
 
         taken = headwater(environment, "serve", *FAST, *STORE, "--kv-socket", str(socket))

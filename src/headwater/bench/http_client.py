@@ -73,7 +73,10 @@ class Connection(asyncio.Protocol):
             async with asyncio.timeout(timeout_s):
                 _, protocol = await loop.create_connection(cls, target.host, target.port, ssl=context)
         except (OSError, TimeoutError) as error:
-            raise WorkerLost(f"cannot connect to {target.host}:{target.port}: {error or 'timed out'}") from error
+            raise WorkerLost(
+                f"cannot connect to {target.host}:{target.port}: {error or 'timed out'}",
+                hint="start one with `headwater serve`, or name one with --url",
+            ) from error
         return protocol
 
     async def request(self, head: bytes, body: bytes, sink: ResponseSink, timeout_s: float) -> int:

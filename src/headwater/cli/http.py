@@ -1,4 +1,8 @@
-"""Talking to a server from the command line: blocking, stdlib only, bounded."""
+"""Talking to a server from the command line: blocking, stdlib only, bounded.
+
+Certificates are checked against what OpenSSL trusts, which SSL_CERT_FILE and SSL_CERT_DIR replace; or against the one
+that is pinned.
+"""
 
 import http.client
 import json
@@ -61,7 +65,18 @@ class Server:
             return connection, connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise Unavailable(f"no answer from {self.url}: {error or type(error).__name__}") from error
+            raise self._unanswered(error) from error
+
+    def _unanswered(self, error: Exception) -> Unavailable:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return Unavailable(
+                f"the certificate of {self.url} is not accepted: {error.verify_message}",
+                hint="SSL_CERT_FILE=ca.pem trusts another authority; --url has to name a host of the certificate",
+            )
+        return Unavailable(
+            f"no answer from {self.url}: {error or type(error).__name__}",
+            hint="start one with `headwater serve`, or name one with --url or --pid",
+        )
 
     @property
     def _prefix(self) -> str:

@@ -13,12 +13,13 @@ import msgspec
 from rich.table import Table
 
 from headwater.cli.console import open_console
+from headwater.cli.kv_warm import compute, read_prompts
 from headwater.cli.parser import advanced, seconds, size
-from headwater.cli.target import add_target, server_of
+from headwater.cli.target import add_target, model_names, server_of
 from headwater.config.schema import RuntimeConfig
 from headwater.config.units import about_bytes
 from headwater.deploy.clusters import running_clusters
-from headwater.errors import ConfigError, StoreError, Unavailable
+from headwater.errors import ConfigError, Unavailable
 from headwater.kv.lifecycle import Rules
 from headwater.kv.node import benchmark, wire
 from headwater.kv.node.address import default_socket
@@ -33,6 +34,7 @@ from headwater.logs import configure_logging
 T = TypeVar("T")
 
 _CONNECT_S = 2.0
+_PROMPT_TIMEOUT_S = 600.0
 _LIST_PAGE = 5000
 _TIERS = ("host", "disk")
 _PEER_HELP = "another node whose host tier is read; may be repeated"
@@ -213,6 +215,8 @@ async def _ls(args: argparse.Namespace) -> int:
         rows = [{"tier": tier.tier, **msgspec.to_builtins(one)} for tier in report.tiers for one in tier.families]
     else:
         rows = [msgspec.to_builtins(block) for block in await _with_store(args, lambda client: _blocks(client, args))]
+    names = model_names() if rows else {}
+    rows = [{**row, "names": names.get(row["model"], [])} for row in rows]
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -220,7 +224,7 @@ async def _ls(args: argparse.Namespace) -> int:
     for title in rows[0] if rows else ("nothing is stored",):
         table.add_column(title, overflow="fold")
     for row in rows:
-        table.add_row(*map(str, row.values()))
+        table.add_row(*map(str, {**row, "names": ", ".join(row["names"])}.values()))
     open_console(markup=False, emoji=False).print(table)
     return 0
 
@@ -268,31 +272,10 @@ async def _warm(args: argparse.Namespace) -> int:
 
 
 def _warm_prompts(args: argparse.Namespace) -> int:
-    server = server_of(args, 600.0)
-    model = server.get_json("/v1/models")["data"][0]["id"]
-    lines = [line for line in args.prompts.read_text().splitlines() if line.strip()]
-    for number, line in enumerate(lines, start=1):
-        body = {"model": model, "max_tokens": 1, **_request(line, number)}
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        connection, response = server.open("POST", path, body)
-        try:
-            if response.status != 200:
-                raise StoreError(f"line {number}: {server.url} answers {response.status}")
-            response.read()
-        finally:
-            connection.close()
-    print(f"{len(lines)} prompts computed")
+    prompts = read_prompts(args.prompts)
+    compute(server_of(args, _PROMPT_TIMEOUT_S), prompts)
+    print(f"{len(prompts)} prompts computed")
     return 0
-
-
-def _request(line: str, number: int) -> dict[str, Any]:
-    try:
-        request = json.loads(line)
-    except ValueError:
-        request = None
-    if not isinstance(request, dict) or not ({"messages", "prompt"} & request.keys()):
-        raise ConfigError(f"line {number} is no JSON object with `messages` or `prompt`")
-    return request
 
 
 _ACTIONS = {"stat": _stat, "ls": _ls, "verify": _verify, "clear": _clear, "warm": _warm}

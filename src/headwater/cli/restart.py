@@ -12,6 +12,7 @@ import time
 
 from headwater.cli.flags import add_config_flags
 from headwater.cli.parser import seconds
+from headwater.cli.target import running_cluster
 from headwater.deploy.clusters import ClusterRecord, running_clusters
 from headwater.errors import DeadlineExceeded, HeadwaterError, Unavailable
 
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    cluster = _find(args.pid)
+    cluster = running_cluster(args.pid)
     began = time.monotonic()
     os.kill(cluster.pid, signal.SIGUSR2)
     if args.wait:
@@ -37,14 +38,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"all processes have been replaced, in {took_s:.1f} s" if args.wait else "the restart has begun")
     return 0
-
-
-def _find(pid: int | None) -> ClusterRecord:
-    found = [cluster for cluster in running_clusters() if pid in (None, cluster.pid)]
-    if not found:
-        which = "" if pid is None else f" with process id {pid}"
-        raise Unavailable(f"no `headwater serve`{which} runs here")
-    return found[0]
 
 
 def _until_over(before: ClusterRecord, deadline: float) -> None:

@@ -45,12 +45,11 @@ def look(args: argparse.Namespace) -> Document:
     server = server_of(args, _TIMEOUT_S)
     try:
         return {"source": server.url, **server.get_json("/debug/cluster")}
-    except Unavailable as error:
+    except Unavailable:
         here = [cluster.registry for cluster in running_clusters() if args.pid in (None, cluster.pid)]
         url = load_from(args).config.runtime.registry or next(iter(here), None)
         if args.url or url is None:
-            hint = "start one with `headwater serve`, or name one with --url, --pid or --registry"
-            raise Unavailable(error.message, hint=hint) from error
+            raise
         return asyncio.run(_from_registry(url))
 
 

@@ -68,14 +68,34 @@ def test_each_prompt_is_computed_once(server: HTTPServer, tmp_path: Path, capsys
     assert "2 prompts computed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", ["not json", "[1]", "{}", '{"prompt": "fails"}'])
-def test_a_line_that_does_not_work_is_named(
-    server: HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+@pytest.mark.parametrize("line", [b"not json", b"[1]", b"{}", b'{"prompt": "\xff"}', b"[" * 100_000])
+def test_a_file_with_a_mistake_is_refused_before_anything_is_asked(
+    server: HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes
 ) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text(f'{{"prompt": "fine"}}\n{line}\n')
-    assert warm(server, file) != 0
-    assert "line 2" in capsys.readouterr().err
+    file.write_bytes(b'{"prompt": "fine"}\n' + line + b"\n")
+    assert warm(server, file) == 2
+    said = capsys.readouterr().err
+    assert f"--prompts {file}: " in said
+    assert "line 2" in said or "not UTF-8" in said
+    assert server.asked == []  # type: ignore[attr-defined]
+
+
+def test_a_file_that_is_not_there_is_said_to_be_so_without_a_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, why in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+        assert main(["kv", "warm", "--prompts", str(file), "--url", "http://127.0.0.1:1"]) == 2
+        assert f"--prompts {file}: {why}" in capsys.readouterr().err
+
+
+def test_a_prompt_that_the_server_refuses_is_named(
+    server: HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "fine"}\n{"prompt": "fails"}\n')
+    assert warm(server, file) == 1
+    assert "line 2: " in capsys.readouterr().err
 
 
 def test_the_one_store_that_runs_here_is_meant(monkeypatch: pytest.MonkeyPatch, run_folder: Path) -> None:
