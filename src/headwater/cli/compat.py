@@ -1,7 +1,8 @@
-"""`headwater compat check -- vllm serve MODEL [flags]`, or SGLang's line: the equivalent of such a command line."""
+"""`headwater compat check -- vllm serve MODEL [flags]`, or SGLang's or TensorRT-LLM's line: the equivalent of it."""
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.table import Table
 
 from headwater.compat.sglang import command as sglang
 from headwater.compat.translation import VERDICTS, TranslatedCommand
+from headwater.compat.trtllm import command as trtllm
 from headwater.compat.vllm import command as vllm
 
 
@@ -20,12 +22,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when every flag has an equivalent, 1 when some have none."""
-    found = (sglang if sglang.is_sglang(args.words) else vllm).translate(args.words)
+    found = _translated(args.words)
     if args.json:
         _print_json(found)
     else:
         _print_table(found)
     return 0 if found.complete else 1
+
+
+def _translated(words: Sequence[str]) -> TranslatedCommand:
+    """Raises `ConfigError`."""
+    if trtllm.is_trtllm(words):
+        return trtllm.translate(words)
+    if sglang.is_sglang(words):
+        return sglang.translate(words)
+    return vllm.translate(words)
 
 
 def _print_json(found: TranslatedCommand) -> None:

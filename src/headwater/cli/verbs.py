@@ -41,7 +41,11 @@ VERBS: dict[str, Verb] = {
     "keys": Verb("headwater.cli.keys", "keys of clients, limits of tenants, keys of a cluster", "ACTION [flags]"),
     "config": Verb("headwater.cli.config", "show, check and document the configuration", "show|validate|schema|docs"),
     "frontend": Verb("headwater.cli.frontend", "run one frontend that joins a registry"),
-    "compat": Verb("headwater.cli.compat", "translate a command line of vLLM", "check [--json] -- vllm serve ..."),
+    "compat": Verb(
+        "headwater.cli.compat",
+        "translate a line that starts vLLM, SGLang or TensorRT-LLM",
+        "check [--json] -- vllm serve ...",
+    ),
     "worker": Verb("headwater.cli.worker", "run one worker that joins a registry", "[MODEL] [flags]"),
     "completion": Verb("headwater.cli.completion", "print a shell completion script", "SHELL"),
 }

@@ -1,9 +1,11 @@
 """A command line of another server, flag by flag, and the `headwater serve` line that stands for it."""
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from headwater.errors import ConfigError
 
 Verdict = Literal["same", "renamed", "passed", "always", "none"]
 
@@ -77,6 +79,40 @@ class FlagTable:
                 return Translation(group, verdict, [flag, *group[1:]])
             case _:
                 return Translation(group, verdict, [], note)
+
+
+def translated_command(
+    engine: str,
+    groups: Iterable[list[str]],
+    translation: Callable[[list[str]], Translation],
+    expected: str,
+    *,
+    model_flags: Collection[str] = (),
+    bare_model: bool = True,
+) -> TranslatedCommand:
+    """Flag by flag. The model is the value of a flag, or a word by itself. Raises `ConfigError`."""
+    model = ""
+    flags: list[Translation] = []
+    for group in groups:
+        if group[0] in model_flags:
+            model = _value(group)
+        elif group[0].startswith("-"):
+            flags.append(translation(group))
+        elif not bare_model:
+            raise ConfigError(f"{group[0]} is no flag", hint=expected)
+        elif model:
+            raise ConfigError(f"two models: {model} and {group[0]}", hint=expected)
+        else:
+            model = group[0]
+    if not model:
+        raise ConfigError("the command names no model", hint=expected)
+    return TranslatedCommand(model, flags, engine)
+
+
+def _value(group: list[str]) -> str:
+    if len(group) != 2:
+        raise ConfigError(f"{group[0]} wants one value, not {len(group) - 1}")
+    return group[1]
 
 
 def spelled(flag: str) -> str:

@@ -6,9 +6,8 @@ anyway, or have no equivalent, which is said. Written for SGLang 0.5.23.
 
 from collections.abc import Sequence
 
-from headwater.compat.translation import FlagTable, TranslatedCommand, Translation, Verdict, split_values
+from headwater.compat.translation import FlagTable, TranslatedCommand, Verdict, split_values, translated_command
 from headwater.config.words import flag_groups
-from headwater.errors import ConfigError
 
 _MODULE = "sglang.launch_server"
 _MODEL = ("--model-path", "--model")
@@ -73,18 +72,8 @@ def is_sglang(words: Sequence[str]) -> bool:
 
 def translate(words: Sequence[str]) -> TranslatedCommand:
     """From the words of a command line that starts SGLang's server. Raises `ConfigError`."""
-    model = ""
-    flags: list[Translation] = []
-    for group in flag_groups(_arguments(words)):
-        if group[0] in _MODEL and len(group) == 2:
-            model = group[1]
-        elif not group[0].startswith("-"):
-            raise ConfigError(f"{group[0]} is no flag", hint=_EXPECTED)
-        else:
-            flags.append(_TABLE.translation(group))
-    if not model:
-        raise ConfigError("the command names no model", hint=_EXPECTED)
-    return TranslatedCommand(model, flags, "sglang")
+    groups = flag_groups(_arguments(words))
+    return translated_command("sglang", groups, _TABLE.translation, _EXPECTED, model_flags=_MODEL, bare_model=False)
 
 
 def verdict_of(flag: str) -> tuple[Verdict, str]:

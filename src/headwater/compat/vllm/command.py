@@ -6,7 +6,15 @@ vLLM's HTTP server are ours to answer: each has a flag of ours, or is done anywa
 
 from collections.abc import Sequence
 
-from headwater.compat.translation import FlagTable, TranslatedCommand, Translation, Verdict, spelled, split_values
+from headwater.compat.translation import (
+    FlagTable,
+    TranslatedCommand,
+    Translation,
+    Verdict,
+    spelled,
+    split_values,
+    translated_command,
+)
 from headwater.config.words import flag_groups
 from headwater.errors import ConfigError
 
@@ -80,7 +88,10 @@ _NONE = {
     "--cohere-format": "the template decides",
     "--cohere-is-reasoning-model": "the template decides",
 }
-_EXPECTED = "expected `vllm serve MODEL [flags]` or `python -m sglang.launch_server --model-path MODEL [flags]`"
+_EXPECTED = (
+    "expected `vllm serve MODEL [flags]`, `python -m sglang.launch_server --model-path MODEL [flags]` or `trtllm-serve "
+    "MODEL [flags]`"
+)
 _LISTS = ("--api-key", "--served-model-name")
 _DTYPES = {"half": "float16", "float": "float32"}
 
@@ -90,20 +101,8 @@ _TABLE = FlagTable((*_SAME, *_OURS_TOO), _RENAMED, _ALWAYS, _NONE)
 
 def translate(words: Sequence[str]) -> TranslatedCommand:
     """From the words of a command line that starts vLLM's server. Raises `ConfigError`."""
-    model = ""
-    flags: list[Translation] = []
-    for group in flag_groups(_arguments(words)):
-        if not group[0].startswith("-"):
-            if model:
-                raise ConfigError(f"two models: {model} and {group[0]}", hint=_EXPECTED)
-            model = group[0]
-        elif group[0] == "--model":
-            model = _value(group)
-        else:
-            flags.append(_translation(group))
-    if not model:
-        raise ConfigError("the command names no model", hint=_EXPECTED)
-    return TranslatedCommand(model, flags, "vllm")
+    groups = flag_groups(_arguments(words))
+    return translated_command("vllm", groups, _translation, _EXPECTED, model_flags=("--model",))
 
 
 def verdict_of(flag: str) -> tuple[Verdict, str]:
@@ -135,9 +134,3 @@ def _arguments(words: Sequence[str]) -> list[str]:
     elif left[:1] == ["vllm"]:
         raise ConfigError(f"`{' '.join(left[:2])}` serves nothing", hint="expected `vllm serve MODEL [flags]`")
     return split_values(left)
-
-
-def _value(group: list[str]) -> str:
-    if len(group) != 2:
-        raise ConfigError(f"{group[0]} wants one value, not {len(group) - 1}")
-    return group[1]

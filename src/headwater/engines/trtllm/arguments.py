@@ -39,13 +39,28 @@ _SERVES_NAMES: Mapping[str, str] = {
     "tp_size": "tensor_parallel_size",
     "pp_size": "pipeline_parallel_size",
     "ep_size": "moe_expert_parallel_size",
+    "cp_size": "context_parallel_size",
     "cluster_size": "moe_cluster_parallel_size",
+    "hf_revision": "revision",
     "kv_cache_free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
     "free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
     "kv_cache_dtype": "kv_cache_config.dtype",
 }
 _FILE = "extra_llm_api_options"
-_OF_THE_SERVER = frozenset(("host", "port", "log_level", "tool_parser", "metadata_server_config_file", "server_role"))
+_OF_THE_SERVER = frozenset(
+    (
+        "host",
+        "port",
+        "log_level",
+        "tool_parser",
+        "metadata_server_config_file",
+        "server_role",
+        "num_serve_frontends",
+        "num_input_processor_workers",
+        "num_media_load_workers",
+        "num_postprocess_workers",  # `LLM` has it too: processes that make texts, which frontends do here
+    )
+)
 _ADAPTERS = "lora_modules"
 
 

@@ -1,0 +1,1 @@
+"""For who comes from TensorRT-LLM."""
