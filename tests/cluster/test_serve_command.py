@@ -242,6 +242,28 @@ def free_port() -> int:
         return int(made.getsockname()[1])
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--attach", "http://[::1"], "--attach http://[::1: expected something like http://"),
+        (
+            ["--attach", "http://host:1", "--attach", "ftp://host"],
+            "--attach ftp://host: expected something like http://",
+        ),
+        (["--attach", "https:///v1"], "--attach https:///v1: expected something like http://"),
+        (["--keys", "/no/such/keys.json"], "--keys: cannot read the keyring /no/such/keys.json: No such file"),
+        (["--keys", "env:EMPTY_RING"], "--keys: env:EMPTY_RING: not a keyring: "),
+    ],
+)
+def test_what_no_process_could_use_is_refused_before_any_starts(
+    environment: dict[str, str], flags: list[str], says: str
+) -> None:
+    done = headwater({**environment, "EMPTY_RING": "{}"}, "serve", *FAST, *flags)
+    assert done.returncode == 2
+    assert f"headwater: error: {says}" in done.stderr
+    assert "-0 " not in done.stderr, "no part has said anything"
+
+
 @pytest.mark.parametrize("part", ["frontend", "worker"])
 def test_a_part_on_its_own_asks_for_a_registry(environment: dict[str, str], part: str) -> None:
     done = headwater(environment, part)

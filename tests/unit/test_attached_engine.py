@@ -282,7 +282,7 @@ def test_addresses() -> None:
     assert ServerAddress.parse("host:8000/v1/").url == "http://host:8000"
     assert ServerAddress.parse("https://host/base/v1").url == "https://host/base"
     for wrong in ("ftp://x", "http://", "http://u:p@x", "http://x?y"):
-        with pytest.raises(ConfigError, match="expected http://host:port"):
+        with pytest.raises(ConfigError, match=r"--attach .*: expected something like http://"):
             ServerAddress.parse(wrong)
 
 

@@ -207,11 +207,20 @@ def test_keyrings_come_from_files_variables_and_commands(tmp_path: Path, monkeyp
     for spec in (str(path), path.as_uri(), "env:RING", f"command:cat {path}"):
         assert read_keyring(open_source(spec)) == keyring
     failing = f"command:sh -c 'cat {path}; exit 3'"
-    for spec in (str(tmp_path / "no"), "env:NO_RING", "command:false", "command:/no/such/program", failing):
+    for spec in (
+        str(tmp_path / "no"),
+        "env:NO_RING",
+        "command:false",
+        "command:/no/such/program",
+        failing,
+        str(tmp_path),
+    ):
         with pytest.raises(ConfigError):
             read_keyring(open_source(spec))
     with pytest.raises(ConfigError, match="no program"):
         open_source("command:")
+    with pytest.raises(ConfigError, match="No closing quotation"):
+        open_source("command:cat 'keys")
 
 
 def test_a_keyring_that_others_can_write_is_refused(tmp_path: Path) -> None:

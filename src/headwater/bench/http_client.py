@@ -9,11 +9,11 @@ import ssl
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol, cast
-from urllib.parse import urlsplit
 
 import httptools
 
-from headwater.errors import ConfigError, WorkerLost
+from headwater.config.urls import http_url
+from headwater.errors import WorkerLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,10 @@ class Target:
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> "Target":
         """From `http(s)://host[:port][/path]`; a trailing `/v1` is optional."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"not an http(s) URL: {url!r}")
+        parts = http_url("--url", url)
         tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, parts.port or (443 if tls else 80), tls, path, api_key)
+        return cls(parts.hostname or "", parts.port or (443 if tls else 80), tls, path, api_key)
 
     def head(self, method: str, path: str, content_length: int) -> bytes:
         lines = [

@@ -9,9 +9,9 @@ import json
 import ssl
 from contextlib import closing
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
-from headwater.errors import ConfigError, HeadwaterError, Unavailable
+from headwater.config.urls import http_url
+from headwater.errors import HeadwaterError, Unavailable
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 
@@ -21,7 +21,7 @@ class Server:
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 10.0, *, pinned_cert: str = "") -> None:
         """`pinned_cert`: file of the one certificate to trust, whatever name it bears."""
-        self._parts = _checked(url)
+        self._parts = http_url("--url", url)
         self._pinned_cert = pinned_cert
         self.api_key = api_key
         self._timeout_s = timeout_s
@@ -109,14 +109,3 @@ def error_message(body: bytes) -> str:
     except (ValueError, KeyError, TypeError):
         message = None
     return str(message) if message else body[:200].decode(errors="replace").strip() or "no reason given"
-
-
-def _checked(url: str) -> SplitResult:
-    parts = urlsplit(url if "//" in url else f"http://{url}")
-    try:
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ConfigError(f"--url {url}: expected something like http://127.0.0.1:8000")
-    return parts

@@ -24,6 +24,7 @@ from headwater.cli.serve_display import ServeDisplay, prefix, print_ready
 from headwater.config.fields import secrets_of, sections_of
 from headwater.config.schema import KvConfig, ServeConfig
 from headwater.config.units import about_bytes
+from headwater.config.urls import http_url
 from headwater.deploy.clusters import ClusterFolder, ClusterRecord, cluster_folder
 from headwater.deploy.local import LocalSupervisor, parts_of
 from headwater.deploy.ports import base_url, reserved_port
@@ -31,7 +32,7 @@ from headwater.deploy.supervision import Finish
 from headwater.engines.native.host import free_memory_bytes
 from headwater.errors import ConfigError, HeadwaterError
 from headwater.frontend.http.tls import open_tls
-from headwater.frontend.tenants.tenancy import check_public
+from headwater.frontend.tenants.tenancy import check_keyring, check_public
 from headwater.kv.node.address import SOCKET_NAME
 from headwater.logs import configure_logging
 from headwater.protocol.cluster import Instance
@@ -79,7 +80,10 @@ def check(config: ServeConfig) -> None:
             "--registry memory: the parts are processes and would not see each other", hint="leave it out"
         )
     _check_memory(config)
+    for url in config.engine.attach:
+        http_url("--attach", url)
     check_public(config)
+    check_keyring(frontend)
     open_tls(frontend)
     if is_loopback(frontend.host):
         return

@@ -3,13 +3,12 @@
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
+from headwater.config.urls import http_url
 from headwater.errors import (
-    ConfigError,
     ContextTooLong,
     EngineFailed,
     HeadwaterError,
@@ -41,9 +40,7 @@ class ServerAddress(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> "ServerAddress":
         """Raises `ConfigError` for what is no http(s) URL."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-            raise ConfigError(f"--attach {url}: expected http://host:port", hint="a path may follow, but no query")
+        parts = http_url("--attach", url)
         path = parts.path.rstrip("/").removesuffix("/v1")
         return cls(f"{parts.scheme}://{parts.netloc}{path}", api_key)
 

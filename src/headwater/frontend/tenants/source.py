@@ -1,7 +1,7 @@
 """Where the keyring comes from: a file, an environment variable, or the output of a command.
 
     /etc/headwater/keys.json     a file, read again when it changes
-    env:HEADWATER_KEYRING        a variable that holds the document
+    env:KEYRING                  a variable that holds the document
     command:vault read keys      a program (no shell) that prints the document, run again once a minute
 
 A file must belong to us or to root and be writable by nobody else: whoever can write it can let himself in. What
@@ -53,14 +53,13 @@ class FileSource:
 
     def read(self) -> bytes:
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                self._seen = _identity(found)
+                _check_owner(self.path, found)
+                return file.read(MAX_DOCUMENT_BYTES + 1)
         except OSError as error:
             raise ConfigError(f"cannot read the keyring {self.path}: {error.strerror}") from error
-        with open(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            self._seen = _identity(found)
-            _check_owner(self.path, found)
-            return file.read(MAX_DOCUMENT_BYTES + 1)
 
 
 class EnvironmentSource:
@@ -84,9 +83,12 @@ class CommandSource:
     interval_s = _COMMAND_INTERVAL_S
 
     def __init__(self, command: str) -> None:
-        self._words = shlex.split(command)
+        try:
+            self._words = shlex.split(command)
+        except ValueError as error:
+            raise ConfigError(f"the command cannot be read: {error}") from error
         if not self._words:
-            raise ConfigError("--keys command: names no program")
+            raise ConfigError("the command names no program")
         self.name = f"command:{self._words[0]}"
 
     def changed(self) -> bool:

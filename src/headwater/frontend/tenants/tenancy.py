@@ -39,12 +39,16 @@ def check_public(config: ServeConfig) -> None:
         )
 
 
+def check_keyring(config: FrontendConfig) -> None:
+    """Raises `ConfigError` for a keyring that a frontend would not begin with."""
+    _check_account(config, *_open_keyring(config))
+
+
 class Tenancy:
     """Opened in the constructor, which raises `ConfigError`; `start` and `close` on the loop."""
 
     def __init__(self, config: FrontendConfig, frontend_id: str, clock: Clock, *, public: bool) -> None:
-        source = open_source(config.keys) if config.keys is not None else None
-        self._keyring = read_keyring(source) if source is not None else Keyring.empty()
+        source, self._keyring = _open_keyring(config)
         self.gate = Gate(
             config.api_key,
             clock,
@@ -140,14 +144,28 @@ class _Weights(Mapping[str, float]):
         return len(self._gate.tenant_names())
 
 
+def _open_keyring(config: FrontendConfig) -> tuple[KeySource | None, Keyring]:
+    if config.keys is None:
+        return None, Keyring.empty()
+    try:
+        source = open_source(config.keys)
+        return source, read_keyring(source)
+    except ConfigError as error:
+        raise ConfigError(f"--keys: {error.message}", hint=error.hint) from error
+
+
 def _open_ledger(config: FrontendConfig, source: KeySource | None, keyring: Keyring) -> Ledger:
+    _check_account(config, source, keyring)
     if config.tenant_ledger is not None:
         return SqliteLedger(Path(config.tenant_ledger).expanduser())
     if isinstance(source, FileSource):
         return SqliteLedger(ledger_beside(source.path))
-    if keyring.has_quotas:
+    return MemoryLedger()
+
+
+def _check_account(config: FrontendConfig, source: KeySource | None, keyring: Keyring) -> None:
+    if keyring.has_quotas and config.tenant_ledger is None and not isinstance(source, FileSource):
         raise ConfigError(
-            "tenants have quotas, and there is no file to keep account in",
+            "--keys: tenants have quotas, and there is no file to keep account in",
             hint="--tenant-ledger /var/lib/headwater/ledger, a file on a local disk",
         )
-    return MemoryLedger()

@@ -1,0 +1,38 @@
+"""URLs of HTTP servers, as people give them: checked before anything is sent anywhere.
+
+Refuses what is no http(s) URL of a host, and what a base URL cannot have: a query, a fragment, a user. What looks like
+a password is not repeated.
+"""
+
+from urllib.parse import SplitResult, urlsplit
+
+from headwater.errors import ConfigError
+
+
+def http_url(flag: str, url: str) -> SplitResult:
+    """`http://` may be left out. Raises `ConfigError`, which names the flag."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        reason = _problem(parts)
+    except ValueError as error:  # from the parts as well: a port is read when it is asked for
+        raise _refused(flag, url, str(error)) from error
+    if reason:
+        raise _refused(flag, url, reason)
+    return parts
+
+
+def _problem(parts: SplitResult) -> str:
+    if parts.scheme not in ("http", "https"):
+        return f"{parts.scheme} is not spoken"
+    if not parts.hostname or " " in parts.netloc:
+        return "it names no host"
+    if parts.port == 0:
+        return "port 0 is nobody's"
+    if parts.username is not None:
+        return "a user is not taken from there"
+    return "a path may follow, but no query" if parts.query or parts.fragment else ""
+
+
+def _refused(flag: str, url: str, reason: str) -> ConfigError:
+    shown = url.rpartition("@")[2] if "@" in url else url
+    return ConfigError(f"{flag} {shown}: expected something like http://host:8000; {reason}")
