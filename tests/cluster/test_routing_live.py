@@ -417,6 +417,13 @@ def test_what_cannot_be_begun_before_the_deadline_is_refused_at_once(demo_model:
     uvloop.run(main())
 
 
+def assert_refused(reply: Reply, param: str) -> None:
+    """For a worker that is not there, by the name of what asked for it."""
+    assert reply.status == 400
+    error = reply.json()["error"]
+    assert (error["message"], error["param"]) == ("worker w7 is not known", param)
+
+
 def test_requests_can_be_sent_to_one_worker_by_name(demo_model: ResolvedModel) -> None:
     async def main() -> None:
         async with site(demo_model) as it:
@@ -428,9 +435,10 @@ def test_requests_can_be_sent_to_one_worker_by_name(demo_model: ResolvedModel) -
                 assert plan_of(await it.complete(prompt(1), nvext=extra))["worker_id"] == name
                 reply = await it.complete(prompt(2), headers={"x_dynamo_worker_instance_id": name})
                 assert plan_of(reply)["worker_id"] == name
-            reply = await it.complete(prompt(1), headers={"x_worker_instance_id": "w7"})
-            assert reply.status == 400
-            assert "worker w7 is not known" in reply.json()["error"]["message"]
+            for header in ("x-worker-instance-id", "x-dynamo-worker-instance-id"):
+                assert_refused(await it.complete(prompt(1), headers={header.replace("-", "_"): "w7"}), header)
+            for field in ("backend_instance_id", "decode_worker_id"):
+                assert_refused(await it.complete(prompt(1), nvext={field: "w7"}), f"nvext.{field}")
 
     uvloop.run(main())
 

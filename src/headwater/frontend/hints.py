@@ -16,6 +16,8 @@ class RoutingHints(msgspec.Struct, frozen=True):
     prefix_group: str | None = None
     worker_id: str | None = None
     """The only worker that may have it."""
+    worker_param: str | None = None
+    """The header or field that names it."""
 
 
 NO_HINTS = RoutingHints()

@@ -79,5 +79,6 @@ def _route(card: ModelCard, requests: Sequence[EngineRequest], hints: RoutingHin
         session_keep_s=hints.session_keep_s,
         prefix_group=hints.prefix_group,
         pinned_to=hints.worker_id,
+        pinned_by=hints.worker_param,
         latency_sensitivity=hints.latency_sensitivity,
     )

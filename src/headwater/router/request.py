@@ -28,6 +28,8 @@ class RouteRequest:
     """A name the client gave to all requests that begin alike."""
     pinned_to: str | None = None
     """The only worker it may go to."""
+    pinned_by: str | None = None
+    """What the client named it with, for messages."""
     latency_sensitivity: float = 1.0
     """Above 1: the first token matters so many times more than the operator's settings say."""
     keys: Sequence[int] = ()

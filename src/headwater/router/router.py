@@ -108,7 +108,7 @@ class Router:
         worker = self.view.worker(worker_id)
         if worker is None or worker.instance.card.fingerprint != request.fingerprint:
             missing = "is not known" if worker is None else f"does not serve {model}"
-            raise InvalidRequest(f"worker {worker_id} {missing}", param="nvext.backend_instance_id")
+            raise InvalidRequest(f"worker {worker_id} {missing}", param=request.pinned_by)
         if not worker.eligible:
             raise NoWorkers(f"worker {worker_id} takes no requests at the moment", retry_after_s=_RETRY_AFTER_S)
         return worker

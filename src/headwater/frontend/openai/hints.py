@@ -34,6 +34,7 @@ def routing_hints(fields: GenerationFields, headers: Headers, tenant: str, salt:
     """Raises `InvalidRequest`."""
     nvext = fields.nvext or _NO_NVEXT
     hints = nvext.agent_hints or _NO_HINTS
+    worker_id, worker_param = _worker(nvext, headers)
     return RoutingHints(
         tenant=tenant,
         salt_tenant=_salt_tenant(salt) if salt and not tenant else "",
@@ -42,7 +43,8 @@ def routing_hints(fields: GenerationFields, headers: Headers, tenant: str, salt:
         expected_output_tokens=float(hints.osl or 0),
         latency_sensitivity=_sensitivity(hints.latency_sensitivity),
         prefix_group=_short(hints.prefix_id),
-        worker_id=_worker(nvext, headers),
+        worker_id=worker_id,
+        worker_param=worker_param,
     )
 
 
@@ -60,16 +62,19 @@ def header_priority(headers: Headers) -> int | None:
     return -int(digits) if sign else int(digits)
 
 
-def _worker(nvext: NvExt, headers: Headers) -> str | None:
-    given = _header(headers, _WORKER_HEADERS)
-    if given is not None:
-        return given
-    named = {str(name) for name in (nvext.decode_worker_id, nvext.backend_instance_id) if name is not None}
+def _worker(nvext: NvExt, headers: Headers) -> tuple[str | None, str | None]:
+    """Its id, and what names it."""
+    for header in _WORKER_HEADERS:
+        given = _header(headers, (header,))
+        if given is not None:
+            return given, header.decode()
+    fields = {name: getattr(nvext, name) for name in ("decode_worker_id", "backend_instance_id")}
+    named = {str(worker_id): f"nvext.{name}" for name, worker_id in fields.items() if worker_id is not None}
     if len(named) > 1:
         raise InvalidRequest(
             f"nvext names two workers to decode, {' and '.join(sorted(named))}", param="nvext.decode_worker_id"
         )
-    return next(iter(named), None)
+    return next(iter(named.items()), (None, None))
 
 
 def _sensitivity(given: float | None) -> float:
