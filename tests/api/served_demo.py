@@ -42,7 +42,7 @@ def demo_cluster(folder: Path, *flags: str) -> Iterator[str]:
 def _url_once_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        found = re.search(r"curl -N (http://[\w.:\[\]]+)/v1", log.read_text())
+        found = re.search(r"curl -N (https?://[\w.:\[\]]+)/v1", log.read_text())
         if found:
             return found[1]
         assert process.poll() is None, log.read_text()

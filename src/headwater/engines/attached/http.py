@@ -111,6 +111,11 @@ def _translated(url: str) -> Iterator[None]:
     """Errors of the connection become ours: what is lost in the middle can be done again elsewhere."""
     try:
         yield
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise Unreachable(
+            f"the certificate of {url} is not accepted: {error.certificate_error}; "
+            "SSL_CERT_FILE=ca.pem trusts another authority"
+        ) from error
     except aiohttp.ClientConnectorError as error:
         raise Unreachable(f"the server at {url} cannot be reached: {error.os_error}") from error
     except TimeoutError as error:
