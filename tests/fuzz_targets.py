@@ -200,7 +200,7 @@ def kv_disk_index(data: bytes) -> None:
     table = BlockTable(memoryview(records), memoryview(bytearray(index_bytes(_KV_RECORDS))))
     policy = make_policy("s3fifo", _KV_RECORDS, Shares.num_groups, lambda slot: 1.0)
     ledger = Ledger("disk", table, Space(64 << 10, 16 << 10), policy, Shares(), Rules(max_reserved=1.0))
-    ledger.recover([_KV_FAMILY, _KV_FAMILY])
+    ledger.recover([_KV_FAMILY, _KV_FAMILY], {"somebody": 0.5})
     ledger.check()
     blocks = [Block(bytes([number]) * 16, ROOT, number, 0) for number in range(24)]
     ticket, slots = ledger.reserve(1, _KV_FAMILY, blocks, 0.0)

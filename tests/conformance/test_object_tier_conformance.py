@@ -41,6 +41,10 @@ class ObjectTierConformance(TierConformance):
         assert isinstance(tier, ObjectTier)
         flip_payload_bit(tier, block_id)
 
+    async def upkeep(self, tier: TierStore) -> None:
+        assert isinstance(tier, ObjectTier)
+        await tier._upkeep._look()
+
 
 class TestObjectPerBlock(ObjectTierConformance):
     run_blocks = 1

@@ -32,6 +32,10 @@ class ServedTierConformance(TierConformance):
         assert isinstance(tier, ObjectTier)
         flip_payload_bit(tier, block_id)
 
+    async def upkeep(self, tier: TierStore) -> None:
+        assert isinstance(tier, ObjectTier)
+        await tier._upkeep._look()
+
     def use(self, server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.server = server
         for name, value in server.environment.items():

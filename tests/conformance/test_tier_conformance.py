@@ -30,6 +30,10 @@ class TestHostTier(TierConformance):
         assert isinstance(tier, HostTier)
         tier.pool.data[tier.ledger.table.offset_of(tier.ledger.table.find(block_id))] ^= 1
 
+    async def upkeep(self, tier: TierStore) -> None:
+        assert isinstance(tier, HostTier)
+        tier.tick()
+
 
 @pytest.mark.parametrize("direct", [False, True])
 class TestDiskTier(TierConformance):
@@ -39,6 +43,10 @@ class TestDiskTier(TierConformance):
 
     async def open_tier(self) -> TierStore:
         return DiskTier(DiskOptions(self.folder, TierOptions(3 << 20, min_block_bytes=4096), self.direct), RealClock())
+
+    async def upkeep(self, tier: TierStore) -> None:
+        assert isinstance(tier, DiskTier)
+        tier.tick()
 
     async def damage(self, tier: TierStore, block_id: bytes) -> None:
         assert isinstance(tier, DiskTier)

@@ -5,13 +5,14 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from headwater.kv import regrouping
 from headwater.kv.block import ROOT, Block, Family
 from headwater.kv.identity import chain_block_ids, split_block_ids
 from headwater.kv.lifecycle import Ledger, Refusal, Rules
 from headwater.kv.policies import PolicyName, make_policy
 from headwater.kv.resident import ResidentBlocks
 from headwater.kv.shares import Shares
-from headwater.kv.space import Space
+from headwater.kv.space import Space, slot_bytes_for
 from headwater.kv.table import RECORD_BYTES, BlockTable, Record, index_bytes
 
 CHUNK = 64 << 10
@@ -152,6 +153,18 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.limit(tenant, fraction)
 
     @rule()
+    def regroup(self) -> None:
+        self.ledger.regroup()
+        used: dict[str, int] = {}
+        for family, _, _ in self.ledger.families.usage():
+            used[family.tenant] = 0
+        for _, record in self.ledger.records():
+            used[self.ledger.families[record.family].tenant] += slot_bytes_for(record.payload_bytes)
+        shares = {one.tenant: one.used_bytes for one in self.ledger.share_usage()}
+        assert shares.get("gold", used.get("gold", 0)) == used.get("gold", 0)
+        assert sum(shares.values()) == sum(used.values())
+
+    @rule()
     def trim(self) -> None:
         self.ledger.trim()
 
@@ -278,17 +291,53 @@ def test_blocks_past_their_time_are_not_served() -> None:
     assert known(ledger, [0]) == [False]
 
 
+def charged(ledger: Ledger) -> dict[str, int]:
+    return {one.tenant: one.used_bytes // 4096 for one in ledger.share_usage()}
+
+
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "cost"])
-def test_blocks_stay_in_the_account_that_they_came_to(policy: PolicyName) -> None:
-    ledger = make_ledger(policy)
-    ledger.limit("gold", 0.5)
+def test_blocks_follow_their_tenants_to_other_accounts(policy: PolicyName) -> None:
+    ledger = make_ledger(policy, chunks=1)
     store(ledger, [0, 1], FAMILIES[1])
-    store(ledger, [2], FAMILIES[0])
+    ledger.limit("gold", 0.5)
+    store(ledger, [2, 3], FAMILIES[0])
+    store(ledger, [4], FAMILIES[1])
+    assert charged(ledger) == {"": 4, "gold": 1}
+    ledger.regroup()
+    ledger.check()
+    assert charged(ledger) == {"": 2, "gold": 3}
+    store(ledger, list(range(5, 17)), FAMILIES[0])
+    assert known(ledger, [0, 1, 4]) == [True, False, True], "what moved goes first, the tail before the head"
+    ledger.check()
     ledger.limit("gold", 1.0)
-    store(ledger, [3], FAMILIES[1])
+    ledger.limit("gold", 0.25)
+    ledger.limit("gold", 1.0)
+    store(ledger, [20], FAMILIES[1])
     ledger.check()
-    ledger.remove(CHAIN[0])
+    ledger.regroup()
     ledger.check()
+    assert charged(ledger).keys() == {""}
+
+
+def test_blocks_of_a_large_table_move_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regrouping, "_STEP", 5)
+    ledger = make_ledger()
+    store(ledger, list(range(16)), FAMILIES[1])
+    ledger.limit("gold", 0.5)
+    moved = []
+    for _ in range(8):
+        ledger.regroup()
+        ledger.check()
+        moved.append(charged(ledger)["gold"])
+    assert moved == [5, 10, 15, 16, 16, 16, 16, 16]
+    ledger.regroup()
+    ledger.limit("gold", 1.0)
+    ledger.regroup()
+    ledger.limit("gold", 0.5)
+    for _ in range(8):
+        ledger.regroup()
+        ledger.check()
+    assert charged(ledger) == {"": 0, "gold": 16}
 
 
 def test_writers_together_hold_no_more_than_their_part() -> None:
@@ -385,7 +434,8 @@ def test_what_a_former_life_left_is_taken_over_where_it_adds_up() -> None:
     ):
         before.insert(before.take(), Record(blocks_of([number])[0], offset, size, 0, family))
     ledger = make_ledger(left=left)
-    assert ledger.recover(FAMILIES[:1]) == 4
+    assert ledger.recover(FAMILIES[:1], {}) == 4
+    assert charged(ledger) == {"": 2}
     assert known(ledger, list(range(5))) == [True, False, False, False, True]
     assert ledger.space.used_bytes == 2 * 4096
     ledger.check()

@@ -188,13 +188,19 @@ def test_whoever_has_nothing_yet_gets_room_from_those_who_have_all() -> None:
 def test_limits_change_and_come_to_an_end() -> None:
     shares = Shares()
     assert list(shares.payers(OTHERS)) == [OTHERS]
-    shares.limit("a", 0.5)
+    assert shares.limit("a", 0.5)
     a = shares.group_of("a")
     shares.charge(a, 10)
-    shares.limit("a", 0.1)
+    assert not shares.limit("a", 0.1)
     assert shares.group_of("a") == a
-    shares.limit("a", 1.0)
+    assert shares.limits() == {"a": 0.1}
+    assert shares.limit("a", 1.0)
     assert shares.group_of("a") == OTHERS, "what comes from now on"
+    assert shares.limits() == {}
+    assert shares.limit("a", 0.2)
+    assert shares.group_of("a") == a, "its own group again, however often that changes"
+    assert shares.limit("a", 1.0)
+    assert not shares.limit("a", 1.0)
     assert list(shares.payers(OTHERS)) == [a, OTHERS], "what is there is still limited"
     for number in range(2 * MAX_GROUPS):
         shares.limit(f"tenant {number}", 0.1)
@@ -205,8 +211,21 @@ def test_limits_change_and_come_to_an_end() -> None:
     assert len(own) == len(set(own)) == MAX_GROUPS - 2
     assert max(own) < Shares.num_groups
     shares.charge(a, -10)
-    shares.limit("another", 0.1)
+    assert shares.limit("another", 0.1)
     assert shares.group_of("another") == a
+    assert shares.limit("a", 0.1)
+    assert shares.group_of("a") != OTHERS, "that of one without blocks"
+
+
+def test_a_tenant_whose_limit_ended_does_not_hold_on_to_its_group() -> None:
+    shares = Shares()
+    for number in range(MAX_GROUPS):
+        shares.limit(f"tenant {number}", 0.1)
+        shares.limit(f"tenant {number}", 1.0)
+    shares.limit("late", 0.1)
+    assert shares.group_of("late") != OTHERS
+    assert shares.limits() == {"late": 0.1}
+    assert {one.tenant for one in shares.usage()} == {"", "late"}
 
 
 @given(st.dictionaries(st.integers(0, 7), st.tuples(st.floats(0.01, 1.0), st.integers(1, 10**9)), min_size=1))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from rich.console import Console
 from rich.table import Table
 
 from headwater.cli.console import open_console
@@ -36,6 +37,7 @@ T = TypeVar("T")
 _CONNECT_S = 2.0
 _PROMPT_TIMEOUT_S = 600.0
 _LIST_PAGE = 5000
+_MAX_SHARES = 20
 _TIERS = ("host", "disk")
 _PEER_HELP = "another node whose host tier is read; may be repeated"
 
@@ -196,6 +198,7 @@ async def _stat(args: argparse.Namespace) -> int:
         )  # fmt: skip
     console = open_console(markup=False, emoji=False)
     console.print(table)
+    _print_shares(console, report)
     for tier in report.tiers:
         if tier.problem:
             console.print(f"{tier.tier}: {tier.problem}", style="red", markup=False)
@@ -207,6 +210,23 @@ async def _stat(args: argparse.Namespace) -> int:
         soft_wrap=True,
     )
     return 0
+
+
+def _print_shares(console: Console, report: wire.StatusReport) -> None:
+    """Who takes how much, where tenants have shares or limits; those who take most first."""
+    rows = [(tier.tier, one) for tier in report.tiers for one in tier.tenants if len(tier.tenants) > 1]
+    rows.sort(key=lambda row: -row[1].used_bytes)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("tenant", "tier", "used", "guaranteed", "limit"):
+        table.add_column(name, justify="right" if name in ("used", "guaranteed", "limit") else "left")
+    for tier, one in rows[:_MAX_SHARES]:
+        guaranteed = f"{one.guaranteed:.3g}" if one.guaranteed else "-"
+        limit = "-" if one.guaranteed or not one.tenant else f"{one.limit:.3g}"
+        table.add_row(one.tenant or "(others)", tier, about_bytes(one.used_bytes), guaranteed, limit)
+    if rows:
+        console.print(table)
+    if len(rows) > _MAX_SHARES:
+        console.print(f"{len(rows) - _MAX_SHARES} more: --json", markup=False)
 
 
 async def _ls(args: argparse.Namespace) -> int:

@@ -24,8 +24,9 @@ from headwater.kv.families import Families
 from headwater.kv.journal import Journal, TierEvent
 from headwater.kv.leases import Leases, Pins
 from headwater.kv.policies import Policy
+from headwater.kv.regrouping import Regrouping
 from headwater.kv.room import Room
-from headwater.kv.shares import OTHERS, Shares
+from headwater.kv.shares import OTHERS, Limits, Shares, ShareUsage
 from headwater.kv.space import Space, slot_bytes_for
 from headwater.kv.table import BlockTable, Record
 from headwater.types import Tier
@@ -104,6 +105,7 @@ class Ledger:
         self._readers = self._leases.readers
         self._doomed: set[int] = set()
         self._pins = Pins(int(rules.max_pinned * space.num_bytes))
+        self._regrouping = Regrouping(table, space, policy, shares)
         self._room = Room(table, space, policy, shares, self._leases, self._pins)
 
     # Writing
@@ -212,8 +214,13 @@ class Ledger:
         return sum(self._pins.unpin(slot) for slot in self.table.find_all(ids))
 
     def limit(self, tenant: str, fraction: float) -> None:
-        """See `Shares.limit`."""
-        self._shares.limit(tenant, fraction)
+        """See `Shares.limit`. What the tenant has here already is moved by `regroup`."""
+        if self._shares.limit(tenant, fraction):
+            self._regrouping.begin()
+
+    def regroup(self) -> None:
+        """See `Regrouping.step`."""
+        self._regrouping.step(self.families)
 
     def drop(self, slot: int, *, evicted: bool = False) -> bool:
         """Make a committed block invisible; its place is free once nobody reads it."""
@@ -293,9 +300,11 @@ class Ledger:
 
     # Reopening
 
-    def recover(self, families: Sequence[Family]) -> int:
+    def recover(self, families: Sequence[Family], limits: Limits) -> int:
         """Take over what a former life left in the table, without telling events; how many records were of no use."""
         self.families = Families(families)
+        for tenant, fraction in limits.items():
+            self._shares.limit(tenant, fraction)
         useless = 0
         for slot, record in self.table.recover():
             known = record.family < len(self.families)
@@ -325,6 +334,13 @@ class Ledger:
     @property
     def pinned_bytes(self) -> int:
         return self._pins.num_bytes
+
+    def limits(self) -> Limits:
+        """For `recover` of a later life."""
+        return self._shares.limits()
+
+    def share_usage(self) -> list[ShareUsage]:
+        return self._shares.usage()
 
     def records(self, start: int = 0) -> Iterator[tuple[int, Record]]:
         """All committed blocks with record numbers from `start` on. They may change between two steps."""

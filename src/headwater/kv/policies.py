@@ -35,7 +35,11 @@ class Policy(Protocol):
     def discard(self, slot: int, *, evicted: bool) -> None: ...
 
     def group_of(self, slot: int) -> int:
-        """As it was told when the block was new."""
+        """As it was told when the block was new, or was moved."""
+        ...
+
+    def move(self, slot: int, group: int) -> None:
+        """To another group, as its oldest."""
         ...
 
     def victim(self, group: int, usable: Usable) -> int | None:
@@ -70,6 +74,11 @@ class Lru:
 
     def group_of(self, slot: int) -> int:
         return self._group[slot]
+
+    def move(self, slot: int, group: int) -> None:
+        self._queues.unlink(self._group[slot], slot)
+        self._group[slot] = group
+        self._queues.push_oldest(group, slot)
 
     def victim(self, group: int, usable: Usable) -> int | None:
         queues = self._queues
@@ -115,6 +124,12 @@ class S3Fifo:
 
     def group_of(self, slot: int) -> int:
         return self._queue_of[slot] // 2
+
+    def move(self, slot: int, group: int) -> None:
+        queue = self._queue_of[slot]
+        self._queues.unlink(queue, slot)
+        self._queue_of[slot] = 2 * group + queue % 2
+        self._queues.push_oldest(self._queue_of[slot], slot)
 
     def victim(self, group: int, usable: Usable) -> int | None:
         small, main = 2 * group, 2 * group + 1
@@ -165,6 +180,11 @@ class CostAware:
 
     def group_of(self, slot: int) -> int:
         return self._group[slot]
+
+    def move(self, slot: int, group: int) -> None:
+        self._queues.unlink(self._group[slot], slot)
+        self._group[slot] = group
+        self._queues.push_oldest(group, slot)
 
     def victim(self, group: int, usable: Usable) -> int | None:
         queues, credit = self._queues, self._credit

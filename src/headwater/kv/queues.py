@@ -30,6 +30,15 @@ class SlotQueues:
         self._older[anchor] = slot
         self._lengths[queue] += 1
 
+    def push_oldest(self, queue: int, slot: int) -> None:
+        anchor = self._num_slots + queue
+        oldest = self._newer[anchor]
+        self._older[oldest] = slot
+        self._newer[slot] = oldest
+        self._older[slot] = anchor
+        self._newer[anchor] = slot
+        self._lengths[queue] += 1
+
     def unlink(self, queue: int, slot: int) -> None:
         newer, older = self._newer[slot], self._older[slot]
         self._newer[older] = newer

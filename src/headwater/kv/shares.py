@@ -5,17 +5,37 @@ over its share. A tenant within its share never loses a block to one that is not
 divided, while there is not enough for all, between the tenants with a limit, by their limits, and all others together,
 who count as 1: so a limit of 0.1 means a tenth of it at most, and less where others have limits too.
 
-Blocks stay in the group that their tenant belonged to when they came. Limits come from requests; so many tenants have
-one of their own at a time, and a further one takes the place of one without blocks, or else is among the others.
+Blocks are charged to the group that their tenant belonged to when they came; whoever keeps them moves them when `limit`
+says that this is another one now. Limits come from requests; so many tenants have one of their own at a time, and a
+further one takes the place of one without blocks, or else is among the others.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Annotated
+
+import msgspec
 
 from headwater.errors import ConfigError
+from headwater.kv.block import Label
 
 OTHERS = 0
 """The group of all tenants without a share or limit of their own."""
 MAX_GROUPS = 1024
+
+Limits = dict[Label, Annotated[float, msgspec.Meta(gt=0, lt=1)]]
+"""By tenant, as they are kept over restarts."""
+
+
+class ShareUsage(msgspec.Struct, frozen=True):
+    """What a group of tenants takes of a tier."""
+
+    tenant: str
+    """Empty: all without a share or limit of their own, together."""
+    used_bytes: int
+    guaranteed: float
+    """Of the tier; 0 if nothing is."""
+    limit: float
+    """Of what is not guaranteed, beside the 1 of all others."""
 
 
 class Shares:
@@ -35,22 +55,45 @@ class Shares:
         self._divided = 1.0 - total
         self._limits: dict[int, float] = {OTHERS: 1.0}
         """By group; of those whose tenant has no limit any more too, until another one takes the group."""
+        self._lifted: set[str] = set()
+        """Tenants with a group that they are not in now: it is theirs again if they are limited again."""
         self.used_bytes: dict[int, int] = {}
         """By group, of those that have any."""
 
     def group_of(self, tenant: str) -> int:
-        return self._groups.get(tenant, OTHERS)
+        return OTHERS if tenant in self._lifted else self._groups.get(tenant, OTHERS)
 
-    def limit(self, tenant: str, fraction: float) -> None:
-        """What a tenant without a guarantee may fill while others want room; 1: as much as anybody."""
-        group = self.group_of(tenant)
-        if not tenant or 0 < group < len(self._guaranteed):
-            return
+    def limit(self, tenant: str, fraction: float) -> bool:
+        """What a tenant without a guarantee may fill while others want room; 1: as much as anybody. Whether it belongs
+        to another group now."""
+        before = self.group_of(tenant)
+        if not tenant or 0 < before < len(self._guaranteed):
+            return False
         if fraction >= 1:
-            self._groups.pop(tenant, None)
-        elif group != OTHERS or (group := self._free_group()) != OTHERS:
+            self._lifted |= {tenant} & self._groups.keys()
+        elif (group := self._groups.get(tenant, OTHERS) or self._free_group()) != OTHERS:
+            self._lifted.discard(tenant)
             self._groups[tenant] = group
             self._limits[group] = fraction
+        return self.group_of(tenant) != before
+
+    def limits(self) -> Limits:
+        """Those that hold now, by tenant."""
+        first = len(self._guaranteed)
+        return {
+            tenant: self._limits[group]
+            for tenant, group in self._groups.items()
+            if group >= first and tenant not in self._lifted
+        }
+
+    def usage(self) -> list[ShareUsage]:
+        """Of those with a share or a limit, and of all others."""
+        named = [("", OTHERS), *self._groups.items()]
+        return [
+            ShareUsage(tenant, self.used_bytes.get(group, 0), self._part(group), self._limits.get(group, 1.0))
+            for tenant, group in named
+            if group in self.used_bytes or tenant not in self._lifted
+        ]
 
     def charge(self, group: int, num_bytes: int) -> None:
         """Negative to give back."""
@@ -95,4 +138,8 @@ class Shares:
         group = next((group for group in range(first, MAX_GROUPS) if group not in self.used_bytes), OTHERS)
         if group != OTHERS:
             self._groups = {tenant: number for tenant, number in self._groups.items() if number != group}
+            self._lifted &= self._groups.keys()
         return group
+
+    def _part(self, group: int) -> float:
+        return self._guaranteed[group] if group < len(self._guaranteed) else 0.0

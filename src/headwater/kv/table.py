@@ -25,6 +25,7 @@ _RECORD = Struct("<16s16sQQIIIHBx")
 _ID_WORDS = RECORD_BYTES // 8
 _OFFSET = Struct("<Q")
 _OFFSET_AT = 40
+_FAMILY_AT = 60
 _STATE_AT = 62
 _COMMITTED = 0xC7
 """Not a value that cleared or foreign memory is likely to hold."""
@@ -101,6 +102,17 @@ class BlockTable:
     def snapshot(self) -> bytes:
         """All records as they are at this instant, for `residents`: a plain copy, fast however many there are."""
         return bytes(self._records[: self._high_water * RECORD_BYTES])
+
+    def families(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """(record number, family) of the committed blocks among these records."""
+        end = min(end, self._high_water)
+        if start >= end:
+            return
+        part = self._records[start * RECORD_BYTES : end * RECORD_BYTES]
+        states, families = part[_STATE_AT::RECORD_BYTES], part.cast("H")[_FAMILY_AT // 2 :: RECORD_BYTES // 2]
+        for number, (state, family) in enumerate(zip(states.tolist(), families.tolist(), strict=True), start):
+            if state == _COMMITTED:
+                yield number, family
 
     # Changing: one writer
 

@@ -18,6 +18,7 @@ from headwater.kv.node.peering import Peering, PeeringOptions
 from headwater.kv.node.prices import NodePrices
 from headwater.kv.node.server import Server
 from headwater.kv.node.store import NodeStore
+from headwater.kv.shares import Limits
 from headwater.kv.stores.base import TierStore
 from headwater.kv.stores.disk import DiskOptions, DiskTier
 from headwater.kv.stores.host import HostTier
@@ -62,20 +63,26 @@ def parse_disk(text: str) -> tuple[Path, int]:
 def open_store(options: NodeOptions, clock: Clock, peers: TierStore | None = None) -> NodeStore:
     """On the event loop that will drive it. Raises `ConfigError`; what was opened by then is left to the process."""
     prices = NodePrices()
+    host = HostTier(options.host, clock, prices.worth)
     lower: list[TierStore] = []
+    limits: Limits = {}
     if options.disk is not None:
         disk = DiskTier(options.disk, clock, prices.worth)
         logger.info(
             "disk tier %s: %d blocks found in %.1f s", options.disk.folder, disk.ledger.table.num_blocks, disk.reopen_s
         )
         lower.append(_cold(disk, options.cold_format))
+        limits = disk.limits()
     if peers is not None:
         lower.append(peers)
     if options.object_url:
         lower.append(_cold(_open_object(options, clock), options.cold_format))
+    for tier in (host, *lower):
+        for tenant, fraction in limits.items():
+            tier.limit(tenant, fraction)
     written: list[Tier] = ["disk", "object"]
-    admissions = {tier: make_admission(options.admission) for tier in written}
-    return NodeStore(HostTier(options.host, clock, prices.worth), lower, admissions, prices, clock)
+    admissions = {name: make_admission(options.admission) for name in written}
+    return NodeStore(host, lower, admissions, prices, clock)
 
 
 def _cold(tier: TierStore, cold_format: ColdFormat) -> TierStore:

@@ -233,6 +233,7 @@ class Requests:
             families=[
                 wire.FamilyUsage(f.model, f.layout, f.tenant, f.payload_bytes, n, used) for f, n, used in families
             ],
+            tenants=tier.shares(),
             load_ms_per_mib=self._store.prices.load_ms(tier.tier, _MIB),
             **asdict(tier.usage()),
         )

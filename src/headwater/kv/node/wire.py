@@ -11,6 +11,7 @@ import msgspec
 from headwater.errors import ProtocolError
 from headwater.kv.block import Family, Label
 from headwater.kv.pricing import TierRun
+from headwater.kv.shares import ShareUsage
 from headwater.kv.stores.shared_pool import PoolLayout
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored
 from headwater.types import Tier
@@ -217,6 +218,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     problem: str = ""
     """Why it cannot be used now."""
     families: list[FamilyUsage] = []
+    tenants: list[ShareUsage] = []
     load_ms_per_mib: float = 0.0
     """As learned."""
 

@@ -23,6 +23,7 @@ from enum import Enum
 from typing import Protocol
 
 from headwater.kv.block import Block, Family
+from headwater.kv.shares import ShareUsage
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored
 from headwater.types import Tier
 
@@ -103,8 +104,12 @@ class TierStore(Protocol):
         ...
 
     def limit(self, tenant: str, fraction: float) -> None:
-        """How much of the tier blocks of this tenant may fill while others want room; 1: as much as anybody. For blocks
-        that are put from now on; what was guaranteed to the tenant stays."""
+        """How much of the tier blocks of this tenant may fill while others want room; 1: as much as anybody. For what
+        is put from now on, and soon for what is there; what was guaranteed to the tenant stays."""
+        ...
+
+    def shares(self) -> list[ShareUsage]:
+        """What tenants with a share or limit take, and all others together."""
         ...
 
     def usage(self) -> TierUsage: ...

@@ -68,6 +68,9 @@ class TierConformance:
         """Flip one bit of the payload where the tier keeps it."""
         raise NotImplementedError
 
+    async def upkeep(self, tier: TierStore) -> None:
+        """Have the tier do now what it does on the side every second or so, if it does anything."""
+
     @on_loop
     async def test_an_empty_tier_has_nothing(self) -> None:
         tier = await self.open_tier()
@@ -219,6 +222,36 @@ class TierConformance:
         for run in theirs:
             await run.put(tier)
         assert sum(sum(tier.known(run.ids)) for run in ours) < 0.5 * before, "as much as anybody"
+        await tier.close()
+
+    @on_loop
+    async def test_a_limit_that_comes_late_or_ends_counts_for_what_is_there(self) -> None:
+        tier = await self.open_tier()
+        ours, theirs = Run("ours", 8), Run("theirs", 16, OTHER)
+        await ours.put(tier)
+        await theirs.put(tier)
+        all_bytes = sum(one.used_bytes for one in tier.shares())
+        assert [one.tenant for one in tier.shares()] == [""]
+        for fraction, part in ((0.25, 2 / 3), (0.5, 2 / 3), (1.0, 0.0), (0.01, 2 / 3)):
+            tier.limit("tenant-b", fraction)
+            await self.upkeep(tier)
+            shares = {one.tenant: one for one in tier.shares()}
+            assert sum(one.used_bytes for one in shares.values()) == all_bytes
+            if part:
+                assert shares["tenant-b"].used_bytes == part * all_bytes
+                assert shares["tenant-b"].limit == fraction
+            else:
+                assert shares.keys() == {""}
+        for number in range(10 * ROOM_BLOCKS // 16):
+            await Run(f"run {number}", 16).put(tier)
+        left = sum(tier.known(theirs.ids))
+        await self.upkeep(tier)
+        shares = {one.tenant: one for one in tier.shares()}
+        assert left < 16, "what was there before has to go"
+        assert tier.usage().num_blocks > left
+        assert (shares["tenant-b"].used_bytes > 0) == (left > 0)
+        await tier.clear()
+        assert sum(one.used_bytes for one in tier.shares()) == 0
         await tier.close()
 
     @on_loop

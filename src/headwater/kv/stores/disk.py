@@ -19,6 +19,7 @@ from pathlib import Path
 from headwater.clock import Clock
 from headwater.errors import TierUnavailable
 from headwater.kv.block import Block, Family
+from headwater.kv.shares import Limits
 from headwater.kv.space import Space
 from headwater.kv.stores.base import Absent, Kept, TierUsage
 from headwater.kv.stores.breaker import Breaker
@@ -63,12 +64,14 @@ class DiskTier(LedgerTier):
         space = Space(sizes.data_bytes, sizes.chunk_bytes)
         super().__init__(make_ledger("disk", tier, table, space, worth), clock)
         started = clock.now()
-        self.num_useless = self.ledger.recover(self._files.manifest.families)
+        manifest = self._files.manifest
+        self.num_useless = self.ledger.recover(manifest.families, manifest.limits)
         """Records of a former life that could not be used."""
         self.reopen_s = clock.now() - started
         self._io = DiskIo(self._files.fd, self._files.direct_fd, options.num_threads, clock)
         self._turns = asyncio.Semaphore(options.max_calls)
         self._num_failed = 0
+        self._limits_unsaved = False
         self._breaker = Breaker(clock, random.Random().random, threshold=_FAILURES_BEFORE_PAUSE)
 
     async def put(self, family: Family, blocks: Sequence[Block], payloads: Sequence[memoryview]) -> list[Kept]:
@@ -78,6 +81,15 @@ class DiskTier(LedgerTier):
     async def get(self, family: Family, ids: bytes, into: Sequence[memoryview]) -> list[Block | Absent]:
         async with self._working():
             return await self._get(family, ids, into)
+
+    def limits(self) -> Limits:
+        """What tenants may fill, those of former lives included."""
+        return self.ledger.limits()
+
+    def tick(self) -> None:
+        super().tick()
+        if self._io.stalled_s() <= _STALL_S:
+            self._save_limits()
 
     def usage(self) -> TierUsage:
         overhead = self._files.sizes.records_bytes
@@ -98,6 +110,7 @@ class DiskTier(LedgerTier):
             self._io.close(wait=False)
             return
         self._io.close(wait=True)
+        self._save_limits()
         self.ledger.table.close()
         self._files.close()
 
@@ -148,7 +161,21 @@ class DiskTier(LedgerTier):
         """A record must never name a family that the manifest does not have."""
         families = list(self.ledger.families)
         if families != self._files.manifest.families:
-            self._files.write_manifest(families)
+            self._files.write_manifest(families, self.ledger.limits())
+
+    def _save_limits(self) -> None:
+        """Those that changed since the families were written."""
+        limits = self.ledger.limits()
+        if limits == self._files.manifest.limits:
+            return
+        try:
+            self._files.write_manifest(self._files.manifest.families, limits)
+        except TierUnavailable as error:
+            if not self._limits_unsaved:
+                logger.error("the disk tier would not keep limits of tenants over a restart: %s", error.message)
+            self._limits_unsaved = True
+        else:
+            self._limits_unsaved = False
 
     def _judge(self, outcome: Outcome) -> Outcome:
         """A medium that fails again and again is left alone for a while."""

@@ -1,7 +1,7 @@
 """The files of a disk tier: a folder with
 
     lock       held while the tier is open: one process at a time
-    manifest   version, sizes and families, replaced as a whole
+    manifest   version, sizes, families and limits of tenants, replaced as a whole
     records    the block table, mapped
     blocks     payloads
 
@@ -20,6 +20,7 @@ import msgspec
 
 from headwater.errors import ConfigError, TierUnavailable
 from headwater.kv.block import Family
+from headwater.kv.shares import Limits
 from headwater.kv.space import PAGE_BYTES, chunk_bytes_for
 from headwater.kv.table import RECORD_BYTES
 
@@ -38,6 +39,7 @@ class Manifest(msgspec.Struct, frozen=True):
     version: int
     chunk_bytes: int
     families: list[Family]
+    limits: Limits = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class DiskFiles:
             self.sizes = DiskSizes.of(cap_bytes, num_records, self.manifest.chunk_bytes)
             if self.manifest.chunk_bytes != self.sizes.chunk_bytes:
                 (folder / "records").unlink(missing_ok=True)
-                self.write_manifest([])
+                self.write_manifest([], self.manifest.limits)
             records = self._allocate("records", self.sizes.records_bytes)
             self.fd = self._allocate("blocks", self.sizes.data_bytes)
             self.direct_fd = self._open("blocks", os.O_RDWR | os.O_DIRECT) if direct else -1
@@ -93,17 +95,18 @@ class DiskFiles:
             self._close_all()
             raise
 
-    def write_manifest(self, families: list[Family]) -> None:
+    def write_manifest(self, families: list[Family], limits: Limits) -> None:
         """Replace it in one step: after a crash it is the old one or the new one. Raises `TierUnavailable`."""
-        self.manifest = Manifest(VERSION, self.sizes.chunk_bytes, families)
+        manifest = Manifest(VERSION, self.sizes.chunk_bytes, families, limits)
         path = self.folder / "manifest.new"
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             with open(fd, "wb") as file:
-                file.write(msgspec.json.encode(self.manifest))
+                file.write(msgspec.json.encode(manifest))
             path.replace(self.folder / "manifest")
         except OSError as error:
             raise TierUnavailable(f"cannot write {path}: {error.strerror}") from None
+        self.manifest = manifest
 
     def used_bytes(self) -> int:
         """What the file system has given to the folder."""

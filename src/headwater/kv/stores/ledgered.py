@@ -12,7 +12,7 @@ from headwater.errors import StoreClosed
 from headwater.kv.block import Family
 from headwater.kv.lifecycle import Ledger, Refusal, Rules
 from headwater.kv.policies import PolicyName, make_policy
-from headwater.kv.shares import Shares
+from headwater.kv.shares import Shares, ShareUsage
 from headwater.kv.space import Space
 from headwater.kv.stores.base import Kept, TierEvent, TierUsage
 from headwater.kv.table import BlockTable, residents
@@ -127,6 +127,9 @@ class LedgerTier:
     def limit(self, tenant: str, fraction: float) -> None:
         self.ledger.limit(tenant, fraction)
 
+    def shares(self) -> list[ShareUsage]:
+        return self.ledger.share_usage()
+
     def drain_events(self) -> list[TierEvent]:
         return self.ledger.drain_events()
 
@@ -134,8 +137,10 @@ class LedgerTier:
         return residents(self.ledger.table.snapshot())
 
     def tick(self) -> None:
-        """Let run out what is due, and keep some room free. To be called every second or so."""
+        """Let run out what is due, charge blocks to whom they belong, and keep some room free. To be called every
+        second or so."""
         self.ledger.expire(self._clock.now())
+        self.ledger.regroup()
         self.ledger.trim()
 
     def _check_open(self) -> None:

@@ -9,7 +9,7 @@ from headwater.kv.block import Block, Family
 from headwater.kv.checksum import checksum
 from headwater.kv.identity import split_block_ids
 from headwater.kv.resident import stored_runs
-from headwater.kv.shares import Shares
+from headwater.kv.shares import Shares, ShareUsage
 from headwater.kv.stores.base import Absent, Kept, TierEvent, TierUsage
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored
 from headwater.types import Tier
@@ -57,7 +57,17 @@ class MemoryTier:
         return sum(self._drop(block_id) for block_id in doomed)
 
     def limit(self, tenant: str, fraction: float) -> None:
-        self._shares.limit(tenant, fraction)
+        if not self._shares.limit(tenant, fraction):
+            return
+        group = self._shares.group_of(tenant)
+        for block_id, (family, _, payload) in self._blocks.items():
+            if family.tenant == tenant:
+                self._shares.charge(self._groups[block_id], -len(payload))
+                self._shares.charge(group, len(payload))
+                self._groups[block_id] = group
+
+    def shares(self) -> list[ShareUsage]:
+        return self._shares.usage()
 
     def usage(self) -> TierUsage:
         return self._usage

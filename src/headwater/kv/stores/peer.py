@@ -20,6 +20,7 @@ from headwater.kv.block import ROOT, Block, Family
 from headwater.kv.checksum import checksum
 from headwater.kv.identity import split_block_ids
 from headwater.kv.journal import Journal
+from headwater.kv.shares import ShareUsage
 from headwater.kv.stores.base import Absent, Kept, TierEvent, TierUsage
 from headwater.kv.stores.breaker import Breaker
 from headwater.kv.stores.finishing import finished
@@ -280,6 +281,9 @@ class PeerTier:
 
     def limit(self, tenant: str, fraction: float) -> None:
         """Nothing is written to peers."""
+
+    def shares(self) -> list[ShareUsage]:
+        return []
 
     def drain_events(self) -> list[TierEvent]:
         now = self._clock.now()

@@ -20,6 +20,7 @@ import msgspec
 from headwater.errors import ConfigError, StoreClosed
 from headwater.kv.block import Block, Family
 from headwater.kv.checksum import checksum
+from headwater.kv.shares import ShareUsage
 from headwater.kv.stores.base import Absent, Kept, TierEvent, TierStore, TierUsage
 from headwater.kv.stores.finishing import finished
 from headwater.types import Tier
@@ -116,6 +117,9 @@ class QuantizedTier:
 
     def limit(self, tenant: str, fraction: float) -> None:
         self.inner.limit(tenant, fraction)
+
+    def shares(self) -> list[ShareUsage]:
+        return self.inner.shares()
 
     def usage(self) -> TierUsage:
         return self.inner.usage()

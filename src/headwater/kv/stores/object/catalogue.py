@@ -5,13 +5,13 @@ Bytes count against the cap from the moment they are reserved until the bucket h
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from headwater.kv.block import ROOT, Block, Family
 from headwater.kv.identity import split_block_ids
 from headwater.kv.journal import Journal
-from headwater.kv.shares import Shares
+from headwater.kv.shares import MAX_GROUPS, Shares
 from headwater.kv.stores.base import TierEvent, TierUsage
 from headwater.kv.stores.object.gathering import Gathering, Loose
 from headwater.kv.stores.object.known import KnownBlocks, KnownRun
@@ -46,6 +46,10 @@ class Catalogue:
         self.options = options
         self.count = Counters()
         self.shares = Shares(options.shares)
+        self._early_limits: dict[str, float] | None = {}
+        """Told before the ledger was asked for, whose limits are older; None once it was."""
+        self._moved = False
+        """Whether a tenant belongs to another group than some of what it has here."""
         self.ledger = Ledger(self.shares)
         self.blocks = KnownBlocks()
         self.gathering = Gathering(self.shares)
@@ -76,7 +80,7 @@ class Catalogue:
         return bytes(self.visible(block_id) for block_id in split_block_ids(ids))
 
     def gather(self, loose: Loose) -> None:
-        self.gathering.add(loose)
+        self.gathering.add(replace(loose, group=self.group(loose.shape)))
         self._note_stored(loose.block.id, loose.block.parent)
 
     def drop_gathered(self, block_ids: Iterable[bytes]) -> int:
@@ -156,7 +160,8 @@ class Catalogue:
     def own(self, shape: RunShape, name: bytes, epoch: float) -> None:
         self._settle_doubt(name)
         self.doomed.pop(name, None)
-        self.ledger.add(name, Owned(shape.folder, shape.object_bytes, int(epoch)), self._group(shape))
+        tenant = self.families[shape.family].tenant
+        self.ledger.add(name, Owned(shape.folder, shape.object_bytes, int(epoch)), tenant)
 
     def doubt(self, shape: RunShape, name: bytes) -> None:
         """A write of unknown outcome: counted and doomed until the bucket has answered."""
@@ -192,9 +197,6 @@ class Catalogue:
         oldest = self.gathering.oldest()
         return (loose for payer in self.shares.payers(group) for loose in oldest if loose.group == payer)
 
-    def _group(self, shape: RunShape) -> int:
-        return self.shares.group_of(self.families[shape.family].tenant)
-
     def evict(self, name: bytes, owned: Owned) -> Doomed:
         """An object of ours that must go: invisible from now on."""
         self.count.evicted += self.forget(name)
@@ -207,6 +209,34 @@ class Catalogue:
 
     def _settle_doubt(self, name: bytes) -> None:
         self._doubtful_bytes -= self._doubtful.pop(name, 0)
+
+    # Tenants
+
+    def group(self, shape: RunShape) -> int:
+        return self.shares.group_of(self.families[shape.family].tenant)
+
+    def limit(self, tenant: str, fraction: float) -> None:
+        """See `Shares.limit`; what the tenant has here already is moved by `regroup`."""
+        if self._early_limits is not None and len(self._early_limits) < MAX_GROUPS:
+            self._early_limits[tenant] = fraction
+        before = self.shares.limits()
+        self._moved |= self.shares.limit(tenant, fraction)
+        if self.shares.limits() != before:
+            self.ledger.num_changes += 1
+
+    def loaded(self) -> None:
+        """The ledger was asked for: what was told before holds against what is in it."""
+        early, self._early_limits = self._early_limits or {}, None
+        for tenant, fraction in early.items():
+            self.limit(tenant, fraction)
+        self._moved = True
+
+    def regroup(self) -> None:
+        """Charge all to the groups that tenants belong to now."""
+        if self._moved:
+            self._moved = False
+            self.ledger.regroup()
+            self.gathering.regroup(self.group)
 
     # Reports
 

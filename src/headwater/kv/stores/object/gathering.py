@@ -68,6 +68,15 @@ class Gathering:
             self._shares.charge(loose.group, -len(loose.payload))
         return loose
 
+    def regroup(self, group_of: Callable[[RunShape], int]) -> None:
+        """Charge what waits to the groups that its tenants belong to now."""
+        for block_id, loose in self._loose.items():
+            group = group_of(loose.shape)
+            if group != loose.group:
+                self._shares.charge(loose.group, -len(loose.payload))
+                self._shares.charge(group, len(loose.payload))
+                self._loose[block_id] = replace(loose, group=group)
+
     def oldest(self) -> list[Loose]:
         return list(self._loose.values())
 

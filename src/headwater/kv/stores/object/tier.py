@@ -18,6 +18,7 @@ from headwater.clock import Clock, RealClock
 from headwater.errors import StoreClosed
 from headwater.kv.block import Block, Family
 from headwater.kv.identity import split_block_ids
+from headwater.kv.shares import ShareUsage
 from headwater.kv.stores.base import Absent, Kept, TierEvent, TierUsage
 from headwater.kv.stores.breaker import Breaker
 from headwater.kv.stores.object.bucket import Bucket, BucketCounts
@@ -84,7 +85,10 @@ class ObjectTier:
         return await self._upkeep.clear(tenant=tenant, model=model)
 
     def limit(self, tenant: str, fraction: float) -> None:
-        self._catalogue.shares.limit(tenant, fraction)
+        self._catalogue.limit(tenant, fraction)
+
+    def shares(self) -> list[ShareUsage]:
+        return self._catalogue.shares.usage()
 
     def usage(self) -> TierUsage:
         return self._catalogue.usage()

@@ -83,12 +83,25 @@ class Upkeep:
         if found is not None:
             body, self._version = found
             try:
-                self._catalogue.ledger.merge(body)
+                self._catalogue.ledger.merge(body, limits=not self._loaded)
             except msgspec.MsgspecError as error:
                 _log.error(
                     "the ledger %s at %s is damaged, a new one is begun: %s", self._ledger_key, self._bucket.url, error
                 )
+        await self._name_folders()
+        if not self._loaded:
+            self._catalogue.loaded()
         self._loaded = True
+
+    async def _name_folders(self) -> None:
+        """Whose objects are of which an older version has saved no more than that they are ours."""
+        unnamed = {folder: _digest(folder) for folder in self._catalogue.ledger.unnamed()}
+        digests = [digest for digest in unnamed.values() if digest is not None]
+        found = await asyncio.gather(*(self._read_family(digest) for digest in digests))
+        families = dict(zip(digests, found, strict=True))
+        for folder, digest in unnamed.items():
+            family = families.get(digest) if digest is not None else None
+            self._catalogue.ledger.name(folder, family.tenant if family is not None else "")
 
     async def save(self) -> None:
         num_changes = self._catalogue.ledger.num_changes
@@ -156,11 +169,14 @@ class Upkeep:
             for one in chunk:
                 digest = _hex(one.key.rsplit("/", 1)[-1])
                 if digest is not None and digest not in families:
-                    found = await self._bucket.read(one.key)
-                    family = _family(found[0], digest) if found is not None else None
+                    family = await self._read_family(digest)
                     if family is not None:
                         families[digest] = family
         return families
+
+    async def _read_family(self, digest: bytes) -> Family | None:
+        found = await self._bucket.read(f"{FAMILIES}{digest.hex()}")
+        return _family(found[0], digest) if found is not None else None
 
     def _num_blocks(self, key: str) -> int:
         """Blocks of a listed object that count as there."""
@@ -190,6 +206,7 @@ class Upkeep:
                 await self.load()
             finally:
                 self._tried.set()
+        self._catalogue.regroup()
         await self.expire()
         changes, now = self._catalogue.ledger.num_changes, self._clock.now()
         if changes >= SAVE_AFTER_CHANGES or (changes and now - self._last_saved >= SAVE_EVERY_S):
@@ -209,6 +226,12 @@ def _name(key: str) -> bytes:
 def _runs(chunk: Sequence[Listed]) -> list[tuple[str, Listed]]:
     """Those that are objects of this tier: whatever else somebody has put there is left alone."""
     return [(one.key, one) for one in chunk if _RUN_KEY.fullmatch(one.key)]
+
+
+def _digest(folder: str) -> bytes | None:
+    """The family of a folder of runs."""
+    parts = folder.split("/")
+    return _hex(parts[1]) if len(parts) > 1 else None
 
 
 def _hex(text: str) -> bytes | None:

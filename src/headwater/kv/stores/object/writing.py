@@ -41,7 +41,7 @@ class Writer:
     async def put(self, family: Family, blocks: Sequence[Block], payloads: Sequence[memoryview]) -> list[Kept]:
         await self._landed(blocks)
         shape = self._catalogue.shape(family)
-        group = self._catalogue.shares.group_of(family.tenant)
+        group = self._catalogue.group(shape)
         answers: dict[bytes, Kept] = {}
         order: list[Kept | bytes] = []
         fresh: dict[bytes, Loose] = {}
