@@ -9,6 +9,9 @@ from headwater.kv.stores.disk import DiskOptions, DiskTier
 from headwater.kv.stores.ledgered import TierOptions
 from kv_fixtures import blocks_of, chain, family_of
 
+LIMIT = 0.2
+"""Of one of its three tenants."""
+
 
 def open_tier(folder: Path, cap_bytes: int) -> DiskTier:
     return DiskTier(DiskOptions(folder, TierOptions(cap_bytes, min_block_bytes=4096)), RealClock())
@@ -16,6 +19,7 @@ def open_tier(folder: Path, cap_bytes: int) -> DiskTier:
 
 async def write(folder: Path, cap_bytes: int, size: int, life: int) -> None:
     tier = open_tier(folder, cap_bytes)
+    tier.limit("tenant 1", LIMIT)
     prepared = [blocks_of(chain(f"run {number % 40} of {life}", 16), size) for number in range(60)]
     print("writing", flush=True)
     while True:

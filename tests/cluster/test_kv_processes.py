@@ -2,22 +2,25 @@
 
 import json
 import random
+import re
 import signal
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from headwater.kv.block import ROOT, Family
+from headwater.kv.node import wire
 from headwater.kv.node.agent import StoreAgent
 from headwater.kv.node.store import Piece
 from kv_fixtures import buffers, chain, family_of, payload_of
+from kv_process import store_process
 
 SIZE = 64 << 10
 CHILD = Path(__file__).parent.parent / "kv_worker_child.py"
@@ -124,6 +127,66 @@ def test_a_restart_is_warm_from_disk(tmp_path: Path) -> None:
         into = buffers(20, SIZE)
         assert agent.load(run, into, timeout_s=5.0).result(10) == 20
         assert into == [payload_of(one, SIZE) for one in ids]
+
+
+def test_shares_of_tenants_outlive_a_killed_store(tmp_path: Path) -> None:
+    flags = ("--host", "4MiB", "--disk", f"{tmp_path}/tier:6MiB", "--admission", "all", "--share", "vip=0.25")
+
+    def fill(agent: StoreAgent, tenant: str, first: int, count: int) -> None:
+        for number in range(first, first + count):
+            ids = chain(f"{tenant} {number}", 8)
+            run = Piece(family_of(SIZE, tenant), b"".join(ids), 0, ROOT)
+            before = disk(agent).num_stored
+            assert agent.offer(run, [memoryview(payload_of(one, SIZE)) for one in ids]).result(10) == 8
+            wait_for(lambda before=before: disk(agent).num_stored == before + 8)
+
+    def tenants(path: Path) -> dict[str, tuple[int, float, float]]:
+        status = json.loads(ask(path, "stat", "--json")[1])
+        assert status["tiers"][1]["tier"] == "disk"
+        rows = status["tiers"][1]["tenants"]
+        return {one["tenant"]: (one["used_bytes"] // SIZE, one["guaranteed"], one["limit"]) for one in rows}
+
+    with killed_store(tmp_path, *flags) as path, StoreAgent(path, "test") as agent:
+        agent._loop.call_soon_threadsafe(agent.client.limit, "flood", 0.2)
+        fill(agent, "vip", 0, 2)
+        fill(agent, "ours", 0, 10)
+        fill(agent, "flood", 0, 8)
+        wait_for(lambda: disk(agent).num_blocks <= 78)  # the tier keeps a little room free
+        before = tenants(path)
+        assert before["vip"] == (16, 0.25, 1.0)
+        assert before["flood"][0] > 0
+        assert before["flood"][1:] == (0.0, 0.2)
+        assert sum(blocks for blocks, _, _ in before.values()) > 72, "the disk is full"
+    with store(tmp_path, *flags) as path, StoreAgent(path, "test") as agent:
+        assert tenants(path) == before, "as it was, and before anybody has said a word"
+        text = ask(path, "stat")[1]
+        assert re.search(r"flood +disk .* 0\.2$", text, re.MULTILINE), text
+        assert re.search(r"vip +disk .* 0\.25 +-$", text, re.MULTILINE), text
+        fill(agent, "flood", 8, 8)
+        after = tenants(path)
+        assert after["vip"] == before["vip"]
+        assert before["flood"][0] - 8 <= after["flood"][0] <= before["flood"][0] + 8
+        assert after[""][0] >= before[""][0] - 8
+
+
+def disk(agent: StoreAgent) -> wire.TierStatus:
+    return agent._call(agent.client.status()).result(5).tiers[1]
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def killed_store(folder: Path, *flags: str) -> Iterator[Path]:
+    """One that is killed at the end."""
+    path = folder / "kv.sock"
+    with store_process(path, "--min-block", "4KiB", *flags) as process:
+        yield path
+        process.kill()
 
 
 def test_lower_tiers_may_keep_less_than_all_of_it(tmp_path: Path) -> None:

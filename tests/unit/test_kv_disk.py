@@ -19,7 +19,7 @@ from headwater.kv.space import PAGE_BYTES
 from headwater.kv.stores.base import Absent, Kept
 from headwater.kv.stores.disk import DiskTier
 from headwater.kv.stores.disk_files import DiskSizes
-from kv_disk_child import open_tier
+from kv_disk_child import LIMIT, open_tier
 from kv_fixtures import blocks_of, buffers, chain, family_of, payload_of
 
 CAP = 4 << 20
@@ -115,6 +115,11 @@ async def check_whole(folder: Path) -> None:
         tier.ledger.check()
         records = list(tier.ledger.records())
         assert tier.ledger.space.used_bytes == len(records) * SIZE, "capacity is leaked"
+        limited = [record for _, record in records if tier.ledger.families[record.family].tenant == "tenant 1"]
+        shares = [(one.tenant, one.used_bytes, one.limit) for one in tier.shares()]
+        if records:
+            others = (len(records) - len(limited)) * SIZE
+            assert shares == [("", others, 1.0), ("tenant 1", len(limited) * SIZE, LIMIT)]
         for _, record in records:
             family = tier.ledger.families[record.family]
             into = buffers(1, SIZE)
