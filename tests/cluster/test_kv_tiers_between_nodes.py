@@ -7,12 +7,13 @@ import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headwater.kv.block import ROOT
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.store import Piece
-from headwater.kv.stores.conformance import Run
+from headwater.kv.stores.conformance import OTHER, PAYLOAD_BYTES, Run
 from kv_process import store_process
 from object_servers import ObjectServer
 
@@ -66,6 +67,40 @@ def test_a_prefix_of_one_node_is_used_by_another(run_folder: Path) -> None:
     with (
         store_process(run_folder / "one", "--listen", address) as first,
         store_process(run_folder / "two", "--peer", address),
+    ):
+        asyncio.run(check())
+
+
+def test_a_tenant_that_comes_through_peers_alone_keeps_to_its_share(run_folder: Path) -> None:
+    """Nothing of it is ever written on the second node: all is read from the first, where it has no limit."""
+    ours = [Run(f"ours {number}", 16, msgspec.structs.replace(OTHER, tenant="ours")) for number in range(8)]
+    flood = [Run(f"flood {number}", 16, msgspec.structs.replace(OTHER, tenant="flood")) for number in range(16)]
+    address = f"127.0.0.1:{free_port()}"
+
+    async def held(client: StoreClient) -> dict[str, int]:
+        return {one.tenant: one.used_bytes // PAYLOAD_BYTES for one in (await client.status()).tiers[0].tenants}
+
+    async def check() -> None:
+        async with client_of(run_folder / "one") as one, client_of(run_folder / "two") as two:
+            for run in flood:
+                assert await one.offer(chain_of(run), run.payloads) == 16
+            assert await held(one) == {"": 256}
+            for run in ours:
+                assert await two.offer(chain_of(run), run.payloads) == 16
+            full = (await held(two))[""]
+            two.limit("flood", 0.2)
+            for run in flood:
+                assert await load(two, run) == ("peer", 16)
+            assert 16 <= (await held(two))["flood"] <= 0.2 * full + 16
+            assert (await held(two))[""] >= 0.7 * full
+            two.limit("flood", 1.0)
+            for run in flood:
+                await load(two, run)
+            assert sum([two.num_in_host(run.ids) for run in ours]) < 0.25 * full, "as much as anybody"
+
+    with (
+        store_process(run_folder / "one", "--listen", address),
+        store_process(run_folder / "two", "--peer", address, "--host", "1MiB", "--min-block", "4KiB"),
     ):
         asyncio.run(check())
 
