@@ -25,6 +25,7 @@ DOUBLES = ("SGLang in the worker", "SGLang attached", "TensorRT-LLM in the worke
 EXCEPTIONS = {
     ("test_stored_blocks_have_the_ids_of_the_contract", "TensorRT-LLM attached"): "yes; other salts refused by name",
     ("test_preemption_does_not_show", "TensorRT-LLM attached"): "yes; not counted",
+    ("test_tenants_share_no_block", "TensorRT-LLM attached"): "refused by name",
 }
 
 TRTLLM_STEPS = "in the worker: its own; attached: judged by its tokens"

@@ -48,6 +48,7 @@ KV_ARGUMENTS = {
     "max_gpu_total_bytes",
     "max_tokens",
     "tokens_per_block",
+    "use_kv_cache_manager_v2",
 }
 
 
@@ -273,7 +274,9 @@ class LLM:
         self.executor: MockedExecutor | None = None
         self.healthy = True
         self.requests: list[tuple[SamplingParams, dict[str, Any]]] = []
-        self._mocked = MockedExecutor(config, events=kv.get("event_buffer_max_size", 0))
+        second_manager = kv.get("use_kv_cache_manager_v2") is True
+        events = kv.get("event_buffer_max_size", 0)
+        self._mocked = MockedExecutor(config, events=events, second_manager=second_manager)
         self._starting: asyncio.Task[Any] | None = None
         self._stopped = False
         self._hf_model_config = SimpleNamespace(
@@ -304,6 +307,8 @@ class LLM:
             raise TypeError("The inputs must be type str or list of int")
         if not 0 <= priority <= 1:
             raise ValueError(f"priority {priority} is not between 0 and 1")
+        if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt.encode()):
+            raise ValueError(f"cache_salt {cache_salt!r} is no text")
         if disaggregated_params is not None and "cache_transceiver_config" not in vars(self.args):
             raise ValueError("disaggregated_params needs a cache_transceiver_config")
         params = sampling_params or SamplingParams()

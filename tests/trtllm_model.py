@@ -64,13 +64,14 @@ class _Running:
 class MockedExecutor:
     """Also the listener of its engine."""
 
-    def __init__(self, config: EngineConfig, *, events: int = 4096, salts: bool = True) -> None:
+    def __init__(self, config: EngineConfig, *, events: int = 4096, second_manager: bool = False) -> None:
+        """`second_manager`: of KV blocks, `KVCacheManagerV2`. Its hashes are texts, and it names no salts."""
         self.config = msgspec.structs.replace(config, engine="mocker", served_model_name=(MODEL,))
         self.open: dict[int, _Running] = {}
         self.lengths: list[int] = []
         self._events: deque[dict[str, Any]] = deque(maxlen=events or 1)
         self._sends_events = events > 0
-        self._tells_salts = salts
+        self._second_manager = second_manager
         self._event_ids = 0
         self._sequences: dict[int, _Running] = {}
         self._texts = BlockTexts(lambda: ((each.tokens, each.salt) for each in self._sequences.values()))
@@ -154,7 +155,7 @@ class MockedExecutor:
                 case BlocksStored():
                     self._stored(event)
                 case BlocksRemoved(block_ids=joined):
-                    hashes = [_hash(block_id) for block_id in split_block_ids(joined)]
+                    hashes = [self._hash(block_id) for block_id in split_block_ids(joined)]
                     self._tell({"type": "removed", "block_hashes": hashes})
                 case LoadReport():
                     self._iterated(event)
@@ -196,20 +197,20 @@ class MockedExecutor:
             _, tokens, salt = self._texts.of(block_id, self.info.card)
             block = {
                 "type": "stored_block",
-                "block_hash": _hash(block_id),
+                "block_hash": self._hash(block_id),
                 "tokens": [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in tokens],
                 "cache_level": 0,
                 "priority": 35,
             }
-            blocks.append(block | ({"cache_salt": salt} if self._tells_salts else {}))
-        parent = None if event.parent is None else _hash(event.parent)
+            blocks.append(block | {"cache_salt": None if self._second_manager else salt})
+        parent = None if event.parent is None else self._hash(event.parent)
         self._tell({"type": "stored", "parent_hash": parent, "blocks": blocks})
 
     def _tell(self, data: dict[str, Any]) -> None:
         if self._sends_events:
-            self._events.append({"event_id": self._event_ids, "data": data, "window_size": 512})
+            own = {"hash_algo": "v2_sha256", "layer_group_id": 0} if self._second_manager else {}
+            self._events.append({"event_id": self._event_ids, "data": data, "window_size": 512, **own})
             self._event_ids += 1
 
-
-def _hash(block_id: bytes) -> int:
-    return int.from_bytes(block_id[:8], "big")
+    def _hash(self, block_id: bytes) -> int | str:
+        return block_id.hex() if self._second_manager else int.from_bytes(block_id[:8], "big")

@@ -52,6 +52,8 @@ class TestAttachedTrtllm(TrtllmConformance):
 class TestTrtllmInTheWorker(TrtllmConformance):
     """Over a stand-in for TensorRT-LLM's own package."""
 
+    kv_flags: tuple[str, ...] = ()
+
     @pytest.fixture(autouse=True)
     def _package(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, module in package().items():
@@ -61,6 +63,12 @@ class TestTrtllmInTheWorker(TrtllmConformance):
 
     def create(self, sizes: EngineConfig) -> Engine:
         LLM.mocker = self.mocker(SIZES)
-        blocks = ("--kv-cache-config.tokens-per-block", str(sizes.block_size))
+        blocks = ("--kv-cache-config.tokens-per-block", str(sizes.block_size), *self.kv_flags)
         own = msgspec.structs.replace(sizes, engine="trtllm", model="double", tokenizer=str(self.tokenizer))
         return create_engine(msgspec.structs.replace(own, engine_args=blocks))
+
+
+class TestTrtllmInTheWorkerWithItsSecondManager(TestTrtllmInTheWorker):
+    """Whose KV events name no salts."""
+
+    kv_flags = ("--kv-cache-config.use-kv-cache-manager-v2", "true")

@@ -52,7 +52,9 @@ class Heard:
         return len(self.resident[tier])
 
 
-def stored(number: int, hashes: list[int], parent: int | None = None, start: int = 0, **fields: Any) -> dict[str, Any]:
+def stored(
+    number: int, hashes: Sequence[int | str], parent: int | str | None = None, start: int = 0, **fields: Any
+) -> dict[str, Any]:
     blocks = [
         {
             "type": "stored_block",
@@ -75,7 +77,7 @@ def event(number: int, data: dict[str, Any], window: int = 4096, rank: int | Non
     return found if rank is None else found | {"attention_dp_rank": rank}
 
 
-def removed(number: int, *hashes: int) -> dict[str, Any]:
+def removed(number: int, *hashes: int | str) -> dict[str, Any]:
     return event(number, {"type": "removed", "block_hashes": list(hashes)})
 
 
@@ -196,6 +198,20 @@ def test_salts_adapters_and_media_have_blocks_of_their_own() -> None:
     assert ids(1, namespace("model", "layout", salt="theirs"))[0] in resident
     assert ids(1, namespace("model", "layout", adapter="tuned"))[0] in resident
     assert ids(1)[0] not in resident
+
+
+def test_media_of_the_second_manager_are_left_out_and_nothing_else() -> None:
+    """Their token ids are texts."""
+    heard = Heard()
+    image = stored(1, ["b1", "b2"], parent="b0", start=SIZE)
+    for token in image["data"]["blocks"][0]["tokens"]:
+        token["token_id"] = "5f" * 32
+    heard.drained.take([stored(0, ["b0"]), image, stored(2, ["c1"], parent="b0", start=SIZE)])
+    assert heard.lost == []
+    assert heard.held() == 2
+    assert all(one in heard.resident["device"] for one in ids(2))
+    heard.drained.take([removed(3, "b1", "b2", "b0")])
+    assert heard.held() == 1
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from headwater.engines.trtllm.installed import load_installed
 from headwater.engines.trtllm.sampling import trtllm_sampling
 from headwater.engines.watched import Bench, Recorder
 from headwater.errors import ConfigError, InvalidRequest, WorkerLost
-from headwater.kv.identity import namespace
+from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.protocol.request import EngineRequest, ExportOrder, SamplingParams, SequenceOutput, StructuredSpec
 from headwater.runtime.conformance import eventually
 from trtllm_llm import LLM, package
@@ -302,6 +302,61 @@ def test_adapters_salts_and_priority_go_along(play: Callable[[Scenario], None]) 
             assert "no adapter 'unknown': tuned" in bench.recorder.error(3).message
 
     play(scenario)
+
+
+@pytest.fixture(params=["false", "true"], ids=["salts named", "not named"])
+def manager(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Flags for either manager of KV blocks: the second one's events name no salts."""
+    return "--kv-cache-config.use-kv-cache-manager-v2", request.param
+
+
+def blocks_of(bench: Bench, prompt: list[int], salt: str) -> tuple[bytes, set[bytes]]:
+    """The namespace, and the ids."""
+    card = bench.info.card
+    key = namespace(card.fingerprint, card.kv_layout, salt=salt)
+    return key, set(split_block_ids(chain_block_ids(key, array("I", prompt).tobytes(), card.block_size)))
+
+
+def told_blocks(bench: Bench) -> set[bytes]:
+    return {one for event in bench.recorder.resident.snapshot() for one in split_block_ids(event.block_ids)}
+
+
+def test_tenants_share_no_block_and_are_told_of_their_own(
+    manager: tuple[str, str], play: Callable[[Scenario], None]
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with stage.engine(*manager) as bench:
+            prompt, expected = prompt_of(100), set[bytes]()
+            tenants = [blocks_of(bench, prompt, salt) for salt in ("ann", "bob", "")]
+            for key, own in (*tenants, *tenants):
+                await bench.run(bench.request(prompt, 1, namespace=key))
+                expected.update(own)
+                await eventually(lambda: told_blocks(bench) == expected, "it is told of")
+            cached = [bench.recorder.outputs[stream][0].num_cached_tokens for stream in range(1, 7)]
+            assert cached == [0, 0, 0, 96, 96, 96]
+
+    play(scenario)
+
+
+def test_blocks_of_tenants_that_begin_alike_at_once_are_given_to_nobody_else(
+    manager: tuple[str, str], play: Callable[[Scenario], None]
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with stage.engine(*manager) as bench:
+            prompts = [prompt_of(40) + [other] * 20 for other in (30, 31)]
+            (ann, anns), (bob, bobs) = [blocks_of(bench, *pair) for pair in zip(prompts, ("ann", "bob"), strict=True)]
+            await bench.run(bench.request(prompts[0], 1, namespace=ann), bench.request(prompts[1], 1, namespace=bob))
+            await asyncio.sleep(0.2)
+            assert told_blocks(bench) == (set() if manager[1] == "true" else anns | bobs)
+
+    play(scenario)
+
+
+def test_an_empty_salt_would_be_refused_by_it() -> None:
+    """The double is as strict as it is."""
+    llm = LLM("double", kv_cache_config={"tokens_per_block": 16})
+    with pytest.raises(ValueError, match="cache_salt"):
+        llm.generate_async([1, 2], cache_salt="")
 
 
 def test_a_sequence_that_fails_alone_may_go_elsewhere(play: Callable[[Scenario], None]) -> None:

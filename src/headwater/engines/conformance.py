@@ -23,7 +23,7 @@ from headwater.config.schema import EngineConfig
 from headwater.engines.base import Engine, Progress
 from headwater.engines.engine import CoreEngine
 from headwater.engines.watched import END_S, Bench, Recorder, watch
-from headwater.kv.identity import chain_block_ids, namespace
+from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.protocol.events import BlocksStored
 from headwater.runtime.conformance import eventually, on_loop
 
@@ -450,6 +450,25 @@ class EngineConformance:
             stored = [event for event in bench.recorder.events if isinstance(event, BlocksStored)]
             assert b"".join(event.block_ids for event in stored) == ids
             assert bench.engine.resident_blocks() == [BlocksStored(ids)]
+
+    @on_loop
+    async def test_tenants_share_no_block(self) -> None:
+        async with self.bench() as bench:
+            card, prompt = bench.info.card, prompt_of(100)
+            keys = [namespace(card.fingerprint, card.kv_layout, salt=salt) for salt in ("ann", "bob")]
+            requests = [bench.request(prompt, 1, namespace=key) for key in (*keys, *keys)]
+            if not self.keeps_salts:
+                bench.engine.submit(requests)
+                await eventually(lambda: bench.recorder.ended(1, 2, 3, 4), "they are refused")
+                assert {bench.recorder.error(stream).param for stream in range(1, 5)} == {"cache_salt"}
+                return
+            for request in requests:
+                ids = request.block_ids = chain_block_ids(request.namespace, request.prompt, card.block_size)
+                await bench.run(request)
+                await self.settle()
+                assert all(one in bench.recorder.resident for one in split_block_ids(ids))
+            cached = [bench.recorder.outputs[request.stream][0].num_cached_tokens for request in requests]
+            assert cached == [0, 0, 96, 96]
 
     @on_loop
     async def test_load_reports_count_everything_and_beat_when_idle(self) -> None:

@@ -109,8 +109,8 @@ class DrainedEvents:
         for block in data["blocks"]:
             if (length := len(block["tokens"])) > self._block_size:
                 raise ValueError(f"a block has {length} tokens, and not {self._block_size}")
-            if length < self._block_size:
-                break  # a partial one, which nothing follows
+            if length < self._block_size or any(isinstance(token["token_id"], str) for token in block["tokens"]):
+                break  # a partial one, which nothing follows, or one with a medium, which has no id of ours
             foreign, tier = block["block_hash"], _tier(block.get("cache_level") or 0)
             if foreign in rank.tiers:
                 run.end(told)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from headwater.engines.kv_feed.owners import BlockOwners
 from headwater.engines.kv_feed.wire import ForeignBatch, ForeignHash, ForeignMoved, ForeignRemoved, ForeignStored
 from headwater.kv.identity import chain_block_ids, namespace
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored, WorkerEvent
@@ -41,9 +42,11 @@ _Key = tuple[int, Tier, ForeignHash]
 class FeedTranslator:
     """One engine, whatever its number of data-parallel ranks."""
 
-    def __init__(self, fingerprint: str, kv_layout: str, block_size: int) -> None:
+    def __init__(self, fingerprint: str, kv_layout: str, block_size: int, owners: BlockOwners | None = None) -> None:
+        """`owners`: whom to ask where an engine names no salts; without, such blocks are the model's own."""
         self.num_orphans = 0
-        """Blocks left out because their parent is not known."""
+        """Blocks left out because their parent, or whose they are, is not known."""
+        self._owners = owners
         self._fingerprint = fingerprint
         self._kv_layout = kv_layout
         self._block_size = block_size
@@ -101,12 +104,25 @@ class FeedTranslator:
         run.end(told)
 
     def _parent(self, rank: int, event: ForeignStored) -> _Known | None:
-        """What the run is chained to; an empty id at the start of a sequence, None when it is not known."""
+        """What the run is chained to; an empty id at the start of a sequence, None when it cannot be told."""
         if event.parent is None:
-            return _Known(BlockId(b""), self._namespace(event))
+            owner = self._namespace(event)
+            return None if owner is None else _Known(BlockId(b""), owner)
         return self._known.get((rank, event.tier, event.parent)) or self._known.get((rank, "device", event.parent))
 
-    def _namespace(self, event: ForeignStored) -> bytes:
+    def _namespace(self, event: ForeignStored) -> bytes | None:
+        """Of a run that begins a sequence."""
+        said = self._said_namespace(event)
+        if self._owners is None:
+            return said or self._default
+        first = array("I", event.token_ids[: self._block_size]).tobytes()
+        if said is None:
+            return self._owners.of(event.hashes[0], first)
+        self._owners.learn(event.hashes[0], first, said)
+        return said
+
+    def _said_namespace(self, event: ForeignStored) -> bytes | None:
+        """By its adapter and its salt; None where it has neither."""
         keys = event.extra_keys[0] if event.extra_keys else None
         texts = [key for key in keys or () if isinstance(key, str)]
         if event.adapter is not None and event.adapter in texts:
@@ -118,7 +134,7 @@ class FeedTranslator:
             except ValueError:
                 pass  # another client's salt that happens to look like ours
         if not salt and event.adapter is None:
-            return self._default
+            return None
         return namespace(self._fingerprint, self._kv_layout, adapter=event.adapter or "", salt=salt)
 
     def _remove(self, rank: int, event: ForeignRemoved, told: list[WorkerEvent]) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from headwater.errors import ProtocolError
 from headwater.types import Tier
 
-ForeignHash = int | bytes
+ForeignHash = int | bytes | str
 
 _TIERS: Mapping[str, Tier] = {
     "GPU": "device",

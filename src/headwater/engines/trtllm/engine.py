@@ -18,6 +18,7 @@ from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, Progr
 from headwater.engines.external import ExternalEngine, OpenStream
 from headwater.engines.gathered import Gathered
 from headwater.engines.kv_feed.draining import Draining
+from headwater.engines.kv_feed.owners import BlockOwners
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
 from headwater.engines.starting import pulse, starting
 from headwater.engines.steps import PrefillProgress
@@ -59,6 +60,7 @@ class TrtllmEngine(ExternalEngine):
         self._stats: Mapping[str, Any] = {}
         self._paused_requests = 0
         self._draining_events: Draining | None = None
+        self._owners: BlockOwners | None = None
 
     # ---- life
 
@@ -112,7 +114,8 @@ class TrtllmEngine(ExternalEngine):
             await asyncio.sleep(_STATS_PAUSE_S)
 
     def _follow_events(self, card: ModelCard) -> None:
-        translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
+        self._owners = BlockOwners(card.block_size, namespace(card.fingerprint, card.kv_layout))
+        translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size, self._owners)
         numbers = {adapter_number(folder): name for name, folder in self._adapters.items()}
         self._draining_events = Draining(
             "TensorRT-LLM", translator, self.tell, self._drain_events, card.block_size, numbers
@@ -129,8 +132,10 @@ class TrtllmEngine(ExternalEngine):
     # ---- work
 
     def send(self, stream: OpenStream, tokens: "array[int]") -> None:
-        number = stream.request.stream
-        result, work = self._begin(stream.request, tokens.tolist())
+        request, number = stream.request, stream.request.stream
+        result, work = self._begin(request, tokens.tolist())
+        if self._owners is not None:
+            self._owners.begin(number, tokens.tobytes(), request.namespace or self._own_namespace(request.adapter))
         task = asyncio.get_running_loop().create_task(self._until_told(number, work))
         self._results[number] = (result, task)
         if self._draining_events is not None:
@@ -173,6 +178,7 @@ class TrtllmEngine(ExternalEngine):
                 result, task = known
                 task.cancel()
                 result.abort()
+                self._forget_owner(number)
 
     def load(self) -> LoadReport:
         num_open, num_blocks = len(self.open), self.info.kv_blocks
@@ -223,6 +229,11 @@ class TrtllmEngine(ExternalEngine):
             self._gathered.take(SequenceOutput.failed(number, WorkerLost(f"TensorRT-LLM failed: {error!r}")))
         finally:
             self._results.pop(number, None)
+            self._forget_owner(number)
+
+    def _forget_owner(self, number: int) -> None:
+        if self._owners is not None:
+            self._owners.end(number, asyncio.get_running_loop().time())
 
     async def _read(self, request: EngineRequest, result: Any, limit: asyncio.Timeout | None = None) -> None:
         """Until the sequence ends. `limit`: on the time until its first token."""
