@@ -187,8 +187,8 @@ class Api:
             raise ModelNotFound(f"the model {name} does not exist", param="model")
         return self.models[name]
 
-    def all(self) -> list[ServedModel]:
-        return list(dict.fromkeys(self.models.values()))
+    def cards(self) -> list[ModelCard]:
+        return [model.card for model in dict.fromkeys(self.models.values())]
 
     async def post(
         self,

@@ -1,6 +1,7 @@
 """Everything of a frontend but HTTP and the API layer, before scripted workers, over both kinds of planes."""
 
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,8 @@ class Rig:
     cluster: Cluster
     workers: list[ScriptedWorker] = field(default_factory=list)
     build_failures: int = 0
+    may_build: threading.Event = field(default_factory=threading.Event)
+    """Set, unless a test holds it up."""
 
     async def worker(self, worker_id: str, card: ModelCard | None = None, **options) -> ScriptedWorker:
         worker = ScriptedWorker(worker_id, self.planes, card, **options)
@@ -125,6 +128,7 @@ async def rig(
     made: list[Rig] = []
 
     def build(card: ModelCard, artifacts: Mapping[str, bytes]) -> Built:
+        assert made[0].may_build.wait(10)
         if made[0].build_failures:
             made[0].build_failures -= 1
             raise ModelError("no good")
@@ -135,6 +139,7 @@ async def rig(
     link = lambda address: planes.link(address, "fe-1")  # noqa: E731
     cluster = Cluster(registry, link, subscriber, view, models, dispatcher, vigil)
     running = Rig(planes, registry, view, models, dispatcher, cluster)
+    running.may_build.set()
     made.append(running)
     cluster.start()
     try:

@@ -17,6 +17,7 @@ from headwater.errors import (
     Overloaded,
     WorkerLost,
 )
+from headwater.frontend.loading import ModelLoading
 from headwater.perf.model import StepModel, StepShape
 from headwater.protocol.cluster import CatalogueEntry
 from headwater.protocol.events import FrontendLoad, LoadReport
@@ -189,6 +190,36 @@ def test_a_model_that_cannot_be_built_is_tried_again_and_says_why(play) -> None:
     play(scenario)
 
 
+@pytest.mark.parametrize("failures", [0, 1])
+def test_a_model_that_is_just_being_built_can_be_waited_for(play, failures: int) -> None:
+    async def scenario(rig: Rig) -> None:
+        rig.build_failures = failures
+        rig.may_build.clear()
+        worker = await rig.worker("w1")
+        await until(lambda: rig.models.missing() == {"m": "its tokenizer is being loaded"} and bool(rig.eligible()))
+        assert [card.name for card in rig.models.cards()] == ["m"]
+        with pytest.raises(ModelLoading) as caught:
+            rig.models.get("m")
+        await worker.set_state("draining")
+        await until(lambda: not rig.eligible())
+        with pytest.raises(NoWorkers) as plain:
+            rig.models.get("m")
+        assert not isinstance(plain.value, ModelLoading), "nobody could answer when it is built"
+        await worker.set_state("ready")
+        await until(lambda: bool(rig.eligible()))
+        rig.may_build.set()
+        await asyncio.wait_for(caught.value.settled.wait(), 10)
+        if failures:
+            with pytest.raises(NoWorkers, match="no good") as failed:
+                rig.models.get("m")
+            assert not isinstance(failed.value, ModelLoading), "who knows how long it takes"
+            assert rig.models.cards() == []
+        await until(lambda: rig.models.ready)
+        assert rig.models.get("m").card.name == "m"
+
+    play(scenario)
+
+
 def test_files_are_fetched_in_parts_verified_and_kept(play, tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         contents = {"tokenizer.json": bytes(range(256)) * 40_000}
@@ -257,7 +288,7 @@ def test_the_catalogue_decides_between_versions_of_a_model(play) -> None:
         streams, _ = rig.submit()
         assert str(rig.worker_of(streams[0])).startswith("new")
         await last_old.close()
-        assert len(rig.models.all()) == 1
+        assert len(rig.models.cards()) == 1
 
     play(scenario)
 

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from scripted_worker import ScriptedWorker, artifacts_of, until
 
 from headwater.config.schema import FaultsConfig, FrontendConfig, RouterConfig, RuntimeConfig, ServeConfig
 from headwater.errors import ConfigError
+from headwater.frontend import loading, process
+from headwater.frontend.openai.serving import build_model
 from headwater.frontend.process import Frontend, run_frontend
 from headwater.protocol.cluster import CatalogueEntry
 from headwater.protocol.events import LoadReport
@@ -37,7 +40,7 @@ class Running:
     resolved: ResolvedModel
     workers: list[ScriptedWorker] = field(default_factory=list)
 
-    async def worker(self, worker_id: str = "w1", *, answers: bool = True) -> ScriptedWorker:
+    async def worker(self, worker_id: str = "w1", *, answers: bool = True, builds: bool = True) -> ScriptedWorker:
         contents = demo_artifacts(self.resolved)
         card = msgspec.structs.replace(
             demo_card(self.resolved), name="bench", served_names=["bench"], artifacts=artifacts_of(contents)
@@ -47,7 +50,8 @@ class Running:
             worker.on_submit = lambda request: answer_at_once(worker, request)
         self.workers.append(worker)
         await worker.start(self.registry)
-        await until(lambda: self.frontend.models.ready, 30)
+        loaded = {"bench": "its tokenizer is being loaded"}
+        await until(lambda: self.frontend.models.ready if builds else self.frontend.models.missing() == loaded, 30)
         return worker
 
     async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
@@ -120,6 +124,79 @@ def test_readiness_tells_what_is_missing_and_serving_begins_with_a_worker(demo_m
             assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
             assert [entry["id"] for entry in (await it.ask("GET", "/v1/models")).json()["data"]] == ["bench"]
             assert (await it.ask("GET", "/v1/models/bench")).status == 200
+
+    uvloop.run(main())
+
+
+LONG_CHAT = {**CHAT, "user": "x" * 40_000}
+"""Understood in a thread."""
+
+
+@contextlib.contextmanager
+def building_held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until the event is set."""
+    may_build = threading.Event()
+
+    def build(*args: Any, **options: Any) -> Any:
+        assert may_build.wait(30)
+        return build_model(*args, **options)
+
+    monkeypatch.setattr(process, "build_model", build)
+    yield may_build
+    may_build.set()
+
+
+def test_requests_wait_for_a_tokenizer_that_is_being_loaded(
+    demo_model: ResolvedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the second of two frontends that share a port, after the first one has said that it is ready."""
+
+    async def main() -> None:
+        with building_held_up(monkeypatch) as may_build:
+            async with running(demo_model) as it:
+                await it.worker(builds=False)
+                missing = ["model bench: its tokenizer is being loaded"]
+                assert (await it.ask("GET", "/ready")).json() == {"ready": False, "missing": missing}
+                listed = (await it.ask("GET", "/v1/models")).json()["data"]
+                assert [entry["id"] for entry in listed] == ["bench"]
+                asked = [
+                    asyncio.ensure_future(it.ask("POST", path, body))
+                    for path, body in (
+                        ("/v1/chat/completions", CHAT),
+                        ("/v1/chat/completions", LONG_CHAT),
+                        ("/tokenize", {"model": "bench", "prompt": "hello"}),
+                        ("/tokenize", {"model": "bench", "prompt": "hello " * 8_000}),
+                    )
+                ]
+                asked.append(asyncio.ensure_future(it.ask("GET", "/v1/models/bench")))
+                gone = asyncio.ensure_future(it.ask("POST", "/v1/chat/completions", CHAT))
+                done, _ = await asyncio.wait([*asked, gone], timeout=0.3)
+                assert not done
+                gone.cancel()
+                await asyncio.gather(gone, return_exceptions=True)
+                may_build.set()
+                replies = await asyncio.wait_for(asyncio.gather(*asked), 30)
+                assert [reply.status for reply in replies] == [200] * 5, [reply.body for reply in replies]
+                assert len(it.workers[0].requests) == 2, "nobody computes for the client that left"
+                other = await it.ask("POST", "/v1/chat/completions", {**CHAT, "model": "nope"})
+                assert other.status == 404
+
+    uvloop.run(main())
+
+
+def test_nobody_waits_for_ever_for_a_tokenizer(demo_model: ResolvedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "LONGEST_WAIT_S", 0.05)
+
+    async def main() -> None:
+        with building_held_up(monkeypatch) as may_build:
+            async with running(demo_model) as it:
+                await it.worker(builds=False)
+                for body in (CHAT, LONG_CHAT):
+                    reply = await it.ask("POST", "/v1/chat/completions", body)
+                    assert reply.status == 503
+                    assert "its tokenizer is being loaded" in reply.json()["error"]["message"]
+                    assert int(reply.headers["retry-after"]) > 0
+                may_build.set()
 
     uvloop.run(main())
 

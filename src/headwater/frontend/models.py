@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 from headwater.errors import HeadwaterError, ModelError, ModelNotFound, NoWorkers
 from headwater.frontend.artifacts import ArtifactCache, verify
 from headwater.frontend.connection import WorkerConnection
+from headwater.frontend.loading import ModelLoading
 from headwater.protocol.cluster import Artifact, CatalogueEntry, ModelCard
 from headwater.router.view import ClusterView
 
@@ -44,6 +45,13 @@ class _Entry(Generic[ModelT]):
     """Whether requests can be sent to some worker now."""
     sources: dict[str, WorkerConnection] = field(default_factory=dict[str, WorkerConnection])
     """Connected workers that have its files."""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once building it has succeeded or failed for the first time."""
+
+    @property
+    def loading(self) -> bool:
+        """Whether it will be served in a moment, if all goes well."""
+        return self.built is None and self.has_workers and not self.settled.is_set()
 
 
 class ModelSet(Generic[ModelT]):
@@ -71,7 +79,8 @@ class ModelSet(Generic[ModelT]):
     # -- asked by the API layer ---------------------------------------------------------------------------------
 
     def get(self, name: str) -> ModelT:
-        """Raises `ModelNotFound`, or `NoWorkers` for a model that exists but cannot be served now."""
+        """Raises `ModelNotFound`, or `NoWorkers` for a model that exists but cannot be served now: `ModelLoading` for
+        one that is being built for the first time."""
         entry = self._current.get(name)
         if entry is not None and entry.built is not None and entry.has_workers:
             return entry.built
@@ -83,12 +92,15 @@ class ModelSet(Generic[ModelT]):
                 raise NoWorkers("no worker has registered a model yet", retry_after_s=_RETRY_AFTER_S)
             listed = ", ".join(known[:_MAX_NAMED]) + (", ..." if len(known) > _MAX_NAMED else "")
             raise ModelNotFound(f"the model {name[:200]!r} does not exist; there is {listed}", param="model")
-        reason = self._missing(entry)
-        raise NoWorkers(f"the model {name} cannot be served at the moment: {reason}", retry_after_s=_RETRY_AFTER_S)
+        refusal = f"the model {name} cannot be served at the moment: {self._missing(entry)}"
+        if entry.loading:
+            raise ModelLoading(refusal, entry.settled)
+        raise NoWorkers(refusal, retry_after_s=_RETRY_AFTER_S)
 
-    def all(self) -> list[ModelT]:
-        """Every model that is built, whether or not it has workers now; each once."""
-        return [entry.built for entry in {id(e): e for e in self._current.values()}.values() if entry.built is not None]
+    def cards(self) -> list[ModelCard]:
+        """Of every model that is built, whether or not it has workers now, or that will be in a moment; each once."""
+        entries = {id(entry): entry for entry in self._current.values()}.values()
+        return [entry.card for entry in entries if entry.built is not None or entry.loading]
 
     # -- asked by health pages ----------------------------------------------------------------------------------
 
@@ -215,6 +227,8 @@ class ModelSet(Generic[ModelT]):
                 self.refresh()
                 self._on_built()
                 return
+            finally:
+                entry.settled.set()
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
 

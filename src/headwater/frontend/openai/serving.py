@@ -14,10 +14,11 @@ import msgspec
 
 from headwater.clock import Clock
 from headwater.config.schema import FrontendConfig
-from headwater.errors import HeadwaterError, Overloaded
+from headwater.errors import Overloaded
 from headwater.frontend.dispatch import Dispatcher
 from headwater.frontend.http.base import Handler, Headers, HttpRequest, Responder
-from headwater.frontend.http.replies import JSON, reply_for
+from headwater.frontend.http.replies import JSON
+from headwater.frontend.loading import answering
 from headwater.frontend.openai.answer import StreamAnswer, Surroundings, WholeAnswer
 from headwater.frontend.openai.answers import ModelAnswer, ModelList
 from headwater.frontend.openai.chat import prepare_chat
@@ -28,6 +29,7 @@ from headwater.frontend.openai.openapi import docs_page, openapi_document
 from headwater.frontend.openai.preparation import Asker
 from headwater.frontend.openai.relay import RelayAnswer, relayed_model
 from headwater.frontend.openai.tokens import detokenize, tokenize
+from headwater.protocol.cluster import ModelCard
 
 __all__ = ["ModelLookup", "RelayedModel", "Route", "ServedModel", "build_model", "openai_routes"]
 
@@ -61,7 +63,7 @@ def openai_routes(models: ModelLookup, dispatcher: Dispatcher, config: FrontendC
         Route("POST", "/tokenize", api.document(tokenize)),
         Route("POST", "/detokenize", api.document(detokenize)),
         Route("GET", "/v1/models", api.list_models),
-        Route("GET", "/v1/models/{model}", api.show_model),
+        Route("GET", "/v1/models/{model}", answering(api.show_model)),
         Route("GET", "/openapi.json", _static(document, (JSON,))),
         Route("GET", "/docs", _static(docs_page(), _HTML)),
     ]
@@ -121,34 +123,21 @@ class _Api:
                 return None
             if len(request.body) > INLINE_BODY_BYTES:
                 return in_thread(request, responder, asker, since)
-            try:
-                generation = prepare(request.body, self._models, asker, self._strict)
-            except HeadwaterError as error:
-                reply_for(error).send_to(responder)
-                return None
-            self._begin(generation, responder, since)
+            self._begin(prepare(request.body, self._models, asker, self._strict), responder, since)
             return None
 
         async def in_thread(request: HttpRequest, responder: Responder, asker: Asker, since: float) -> None:
-            try:
-                generation = await self._threads.run(
-                    len(request.body), lambda: prepare(request.body, self._models, asker, self._strict)
-                )
-            except HeadwaterError as error:
-                reply_for(error).send_to(responder)
-                return
+            generation = await self._threads.run(
+                len(request.body), lambda: prepare(request.body, self._models, asker, self._strict)
+            )
             if not responder.disconnected:
                 self._begin(generation, responder, since)
 
-        return handle
+        return answering(handle)
 
     def _relay(self, request: HttpRequest, responder: Responder, asker: Asker) -> bool:
         """Whether the request was for a relayed model, and is taken care of."""
-        try:
-            found = relayed_model(self._models, request.body)
-        except HeadwaterError as error:
-            reply_for(error).send_to(responder)
-            return True
+        found = relayed_model(self._models, request.body)
         if found is None:
             return False
         RelayAnswer(*found, responder, self._around).begin(request, asker)
@@ -160,36 +149,29 @@ class _Api:
         def handle(request: HttpRequest, responder: Responder) -> Awaitable[None] | None:
             if len(request.body) > INLINE_BODY_BYTES:
                 return in_thread(request, responder)
-            _answer(responder, lambda: make(request.body, self._models, strict=self._strict))
+            _send(responder, make(request.body, self._models, strict=self._strict))
             return None
 
         async def in_thread(request: HttpRequest, responder: Responder) -> None:
-            try:
-                made = await self._threads.run(
-                    len(request.body), lambda: make(request.body, self._models, strict=self._strict)
-                )
-            except HeadwaterError as error:
-                reply_for(error).send_to(responder)
-                return
-            responder.send(200, (JSON,), _encode(made))
+            work = lambda: make(request.body, self._models, strict=self._strict)  # noqa: E731
+            _send(responder, await self._threads.run(len(request.body), work))
 
-        return handle
+        return answering(handle)
 
     def list_models(self, _request: HttpRequest, responder: Responder) -> None:
-        by_name = {name: _describe(model, name) for model in self._models.all() for name in model.card.served_names}
-        responder.send(200, (JSON,), _encode(ModelList("list", list(by_name.values()))))
+        by_name = {name: _describe(card, name) for card in self._models.cards() for name in card.served_names}
+        _send(responder, ModelList("list", list(by_name.values())))
 
     def show_model(self, request: HttpRequest, responder: Responder) -> None:
         name = request.path_params.get("model", "")
-        _answer(responder, lambda: _describe(self._models.get(name), name))
+        _send(responder, _describe(self._models.get(name).card, name))
 
     def _begin(self, generation: Generation, responder: Responder, since: float) -> None:
         kind = StreamAnswer if generation.stream else WholeAnswer
         kind(generation, responder, self._around, since).begin()
 
 
-def _describe(model: ServedModel | RelayedModel, name: str) -> ModelAnswer:
-    card = model.card
+def _describe(card: ModelCard, name: str) -> ModelAnswer:
     return ModelAnswer(
         id=name,
         object="model",
@@ -202,10 +184,5 @@ def _describe(model: ServedModel | RelayedModel, name: str) -> ModelAnswer:
     )
 
 
-def _answer(responder: Responder, make: Callable[[], msgspec.Struct]) -> None:
-    try:
-        made = make()
-    except HeadwaterError as error:
-        reply_for(error).send_to(responder)
-        return
-    responder.send(200, (JSON,), _encode(made))
+def _send(responder: Responder, document: msgspec.Struct) -> None:
+    responder.send(200, (JSON,), _encode(document))
