@@ -79,34 +79,49 @@ def names() -> dict[str, Any]:
 
 
 @dataclass
-class Spec:
+class FullAttentionSpec:
     block_size: int = BLOCK
     num_kv_heads: int = HEADS
     head_size: int = HEAD_SIZE
     dtype: torch.dtype = torch.float32
+    num_head_slots: int | None = None
+    state_content_bytes: int | None = None
+    page_size_padded: int | None = None
+    tokens_per_state: int = 1
+    kv_quant_mode: Any = field(default_factory=lambda: SimpleNamespace(name="NONE"))
 
     @property
     def page_size_bytes(self) -> int:
         return self.block_size * self.num_kv_heads * 2 * self.head_size * self.dtype.itemsize
 
 
-def config(socket: str, model: str, *, tp: int = 1, rank: int = 0, **parallel: int) -> Any:
+def config(socket: str, model: str, *, tp: int = 1, rank: int = 0, heads: int = 0, **parallel: int) -> Any:
+    """`heads`: of the model, where a rank has not `HEADS`."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"socket": socket}, kv_load_failure_policy="fail"),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=tp, rank=rank, **{"pipeline_parallel_size": 1, **parallel}
         ),
-        model_config=SimpleNamespace(model=model, revision=None, dtype=torch.float32, quantization=None),
+        model_config=SimpleNamespace(
+            model=model,
+            revision=None,
+            dtype=torch.float32,
+            quantization=None,
+            use_mla=False,
+            get_total_num_kv_heads=lambda: heads or tp * HEADS,
+            model_arch_config=SimpleNamespace(per_layer_overrides=None),
+        ),
+        speculative_config=None,
         device_config=SimpleNamespace(device_type="cpu"),
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
 
 
-def cache_config(num_blocks: int, groups: int = 1) -> Any:
+def cache_config(num_blocks: int, groups: int = 1, spec: Any = None) -> Any:
     layers = [f"layer.{number}" for number in range(LAYERS)]
     return SimpleNamespace(
         num_blocks=num_blocks,
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=Spec())] * groups,
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec or FullAttentionSpec())] * groups,
         kv_cache_tensors=[SimpleNamespace(layers=layers)],
         kv_cache_layout="LBHNC",
     )

@@ -1,12 +1,14 @@
 """Prefill on one real vLLM, decode on another; run by an interpreter that has vLLM, with bench/ on its path.
 
-    PYTHONPATH=bench VLLM_PYTHON tests/vllm_handoff_life.py MODEL_FOLDER [VOCABULARY] [WORDS OF VLLM ...]
+    PYTHONPATH=bench VLLM_PYTHON tests/vllm_handoff_life.py MODEL_FOLDER [--vocabulary N] [--sizes P D] [WORDS OF VLLM]
 
-One JSON line per check. Words of vLLM are for both, such as another KV connector beside ours.
+One JSON line per check. `--sizes`: tensor-parallel sizes of the prefill and of the decode worker; where they differ,
+the checks are those of what moves. Words of vLLM are for both, such as another KV connector beside ours.
 The prefill worker is a process of its own, which is killed at the end. The decode worker is in this process, so that
 what it reads can be damaged, with checksums and without.
 """
 
+import argparse
 import asyncio
 import ctypes
 import json
@@ -42,9 +44,10 @@ MOVE = SharedLink.move
 
 
 class Life:
-    def __init__(self, here: Bench, vocabulary: int, words: list[str]) -> None:
+    def __init__(self, here: Bench, vocabulary: int, sizes: tuple[int, int], words: list[str]) -> None:
         self.here = here
         self.words = words
+        self.sizes = sizes
         self.vocabulary = vocabulary
         self.streams = 0
         self.prefill: Worker
@@ -53,9 +56,8 @@ class Life:
         self.engine: VllmEngine
 
     async def start(self, model: str) -> None:
-        prefilling = asyncio.create_task(
-            self.here.start("prefill", model, *FLAGS, "--kv-staging", str(STAGING), *self.words)
-        )
+        flags = [*FLAGS, "--tensor-parallel-size", str(self.sizes[0]), "--kv-staging", str(STAGING)]
+        prefilling = asyncio.create_task(self.here.start("prefill", model, *flags, *self.words))
         config = EngineConfig(
             engine="vllm",
             model=model,
@@ -66,6 +68,7 @@ class Life:
             max_num_batched_tokens=128,
             num_kv_blocks=160,
             threads=1,
+            tensor_parallel_size=self.sizes[1],
             kv_staging=STAGING,
             engine_args=("--enforce-eager", *self.words),
         )
@@ -252,11 +255,14 @@ def flipped(data: bytes) -> bytes:
     return array("I", [word ^ (1 << 31) for word in words]).tobytes()
 
 
-CHECKS: tuple[Callable[[Life], Awaitable[str]], ...] = (
+CHECKS_OF_SIZES: tuple[Callable[[Life], Awaitable[str]], ...] = (
     check_output_is_that_of_one_worker,
     check_only_what_is_missing_moves,
     check_several_at_once,
     check_damaged_blocks_show,
+)
+CHECKS: tuple[Callable[[Life], Awaitable[str]], ...] = (
+    *CHECKS_OF_SIZES,
     check_an_abort_frees_everything,
     check_checksums_find_damage,
     check_a_hung_prefill_worker_costs_time_only,
@@ -264,13 +270,13 @@ CHECKS: tuple[Callable[[Life], Awaitable[str]], ...] = (
 )
 
 
-async def main(model: str, vocabulary: int, words: list[str]) -> None:
+async def main(model: str, vocabulary: int, sizes: tuple[int, int], words: list[str]) -> None:
     async with bench() as here:
-        life = Life(here, vocabulary, words)
+        life = Life(here, vocabulary, sizes, words)
         began = time.monotonic()
         await life.start(model)
         print(f"started in {time.monotonic() - began:.0f} s", file=sys.stderr)
-        for check in CHECKS:
+        for check in CHECKS if sizes[0] == sizes[1] else CHECKS_OF_SIZES:
             began = time.monotonic()
             try:
                 detail = await asyncio.wait_for(check(life), 120)
@@ -286,4 +292,9 @@ async def main(model: str, vocabulary: int, words: list[str]) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    uvloop.run(main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 90, sys.argv[3:]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--vocabulary", type=int, default=90)
+    parser.add_argument("--sizes", type=int, nargs=2, default=(1, 1))
+    given, of_vllm = parser.parse_known_args()
+    uvloop.run(main(given.model, given.vocabulary, tuple(given.sizes), of_vllm))

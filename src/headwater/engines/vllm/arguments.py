@@ -7,7 +7,7 @@ vLLM's words too. Flags of vLLM's own HTTP server, which does not run here, are 
 import argparse
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,15 @@ class VllmArguments:
     """Whether the operator said where KV events are published."""
 
 
-def vllm_arguments(config: EngineConfig, model: str, extra: Sequence[str] = ()) -> VllmArguments:
-    """Raises `ConfigError` with what vLLM says about its flags. `extra`: defaults of ours, which flags overrule."""
-    words = [*extra, *_own_words(config), *config.engine_args]
+def vllm_arguments(config: EngineConfig, model: str, defaults: Callable[[int], Sequence[str]]) -> VllmArguments:
+    """Raises `ConfigError` with what vLLM says about its flags. `defaults`: words of ours for so many processes that
+    compute, which flags overrule."""
+    words = [*_own_words(config), *config.engine_args]
     parser = make_arg_parser(_Parser(prog="headwater serve --engine vllm", add_help=False))
     parsed = parser.parse_args(["--model", model, *words])
+    ours = defaults(parsed.tensor_parallel_size * parsed.pipeline_parallel_size)
+    if ours:
+        parsed = parser.parse_args(["--model", model, *ours, *words])
     _tell_unused(parser, parsed)
     parsed.disable_log_stats = False
     parsed.enable_logging_iteration_details = True
@@ -103,30 +107,33 @@ def _tell_unused(parser: argparse.ArgumentParser, parsed: argparse.Namespace) ->
             _log.warning("%s is for vLLM's own HTTP server, which does not run here: it has no effect", flag)
 
 
-def bind_cores(config: EngineConfig, placement: Placement) -> None:
-    """On a CPU: give each instance on this host its own cores, unless the operator has said which.
+def bind_cores(config: EngineConfig, placement: Placement, num_ranks: int) -> None:
+    """On a CPU: give each rank of each instance on this host its own cores, unless the operator has said which.
 
-    vLLM by itself binds every instance to the same first cores. As it does, one of several is left to the engine core,
-    which would otherwise stand in the way of the compute threads that wait for each other.
+    vLLM by itself binds every instance to the same first cores, and does not start where there is no NUMA node for each
+    rank. As it does, one of several cores is left to the engine core, which would otherwise stand in the way of the
+    compute threads that wait for each other.
     """
     cores = sorted(os.sched_getaffinity(0))
     share = cores[placement.index :: placement.count] if len(cores) >= placement.count else []
-    num_threads = config.threads or max(1, len(share) - 1)
-    share = share[:num_threads] if len(share) >= num_threads else []
+    num_threads = config.threads or max(1, (len(share) - 1) // num_ranks)
+    starts = range(0, num_ranks * num_threads, num_threads)
+    bound = len(share) >= num_ranks * num_threads
+    parts = [",".join(map(str, share[at : at + num_threads])) for at in starts] if bound else ["nobind"]
     set_default = os.environ.setdefault
-    set_default("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, share)) or "nobind")
-    if not share:
+    set_default("VLLM_CPU_OMP_THREADS_BIND", "|".join(parts))
+    if not bound:
         set_default("OMP_NUM_THREADS", str(config.threads or 1))
 
 
-def memory_share(placement: Placement, reserved_bytes: int = 0) -> list[str]:
-    """On a CPU: the part of the memory that is free now, divided among the instances, as vLLM wants it said.
+def memory_share(placement: Placement, num_ranks: int, reserved_bytes: int = 0) -> list[str]:
+    """On a CPU: the part of the memory that is free now, divided among all ranks, as vLLM wants it said.
 
     vLLM by itself asks for nearly all there is, and does not start where less is free. `reserved_bytes`: of each
     instance, for something else.
     """
     memory = psutil.virtual_memory()
-    share = (memory.available / placement.count - reserved_bytes) / memory.total * _MEMORY_MARGIN
+    share = (memory.available / placement.count - reserved_bytes) / num_ranks / memory.total * _MEMORY_MARGIN
     return ["--gpu-memory-utilization", f"{share:.3f}"]
 
 

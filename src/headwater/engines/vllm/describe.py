@@ -62,5 +62,6 @@ def _hardware(vllm: Any) -> str:
     except NotImplementedError:
         name = current_platform.device_name
     if current_platform.is_cpu():
-        name = f"cpu-{os.environ.get('VLLM_CPU_OMP_THREADS_BIND', '').count(',') + 1}t"
+        of_one = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "").partition("|")[0]
+        name = f"cpu-{of_one.count(',') + 1}t"
     return f"{name.replace(' ', '-')}x{parallel.world_size}"

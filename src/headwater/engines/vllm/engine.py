@@ -123,11 +123,7 @@ class VllmEngine(ExternalEngine):
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _arguments(self, model: str) -> VllmArguments:
-        extra: list[str] = []
-        if current_platform.is_cpu():
-            bind_cores(self.config, self._placement)
-            extra = memory_share(self._placement, self.config.kv_staging or 0)
-        arguments = vllm_arguments(self.config, model, extra)
+        arguments = vllm_arguments(self.config, model, self._defaults)
         engine = arguments.engine
         if self._staging is not None:
             add_connector(engine, self._staging.connector(os.getpid()))
@@ -139,6 +135,13 @@ class VllmEngine(ExternalEngine):
                 else events_config("tcp://*:0", "tcp://*:0")
             )
         return arguments
+
+    def _defaults(self, num_ranks: int) -> list[str]:
+        """What vLLM is told about this host unless flags do."""
+        if not current_platform.is_cpu():
+            return []
+        bind_cores(self.config, self._placement, num_ranks)
+        return memory_share(self._placement, num_ranks, self.config.kv_staging or 0)
 
     def _follow_events(self, llm: AsyncLLM, card: ModelCard) -> None:
         addresses = [

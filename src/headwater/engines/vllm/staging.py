@@ -75,8 +75,7 @@ class Staging:
         first = self._ranks[0]
         if any(msgspec.structs.replace(rank, rank=0) != first for rank in self._ranks.values()):
             raise ModelError("vLLM's ranks lay out their KV blocks differently")
-        self.layout, self.num_ranks = f"{first.layout}.tp{first.num_ranks}", first.num_ranks
-        self.slot_bytes = first.block_bytes * first.num_ranks
+        self.layout, self.num_ranks, self.slot_bytes = first.layout, first.num_ranks, first.slot_bytes
         self._free = list(range(self.num_slots))[::-1]
 
     @property

@@ -111,7 +111,7 @@ class HandoffConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler = HandoffScheduler(layout.block_tokens)
         else:
             address = StagingAddress.of(dict(transfer.kv_connector_extra_config or {}))
-            self._worker = HandoffWorker(layout, vllm_config.parallel_config.rank, address)
+            self._worker = HandoffWorker(vllm_config, kv_cache_config, layout, address)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -10,10 +10,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from headwater.errors import ConfigError
+from headwater.kv.connectors.vllm_heads import SlotPart, slot_part
 from headwater.kv.connectors.vllm_layout import Layout
 from headwater.kv.connectors.vllm_staging import Ended, Exported, News, Registered, StagingAddress, StagingClient
 from headwater.kv.connectors.vllm_worker import BlockCopier
@@ -46,11 +48,14 @@ class SlotExport:
 class HandoffWorker:
     """See the module docstring. Called from the thread that drives the device."""
 
-    def __init__(self, layout: Layout, rank: int, address: StagingAddress) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, layout: Layout, address: StagingAddress) -> None:
+        self._configs = vllm_config, kv_cache_config
         self._layout = layout
-        self._rank = rank % layout.num_ranks
+        self._rank = vllm_config.parallel_config.rank % layout.num_ranks
         self._client = StagingClient(address)
-        self._slots = _rank_slots(self._client, layout, self._rank)
+        self._slots = torch.empty(0)
+        """This rank's part of every slot: [slots, rows, bytes]."""
+        self._writes = True
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="kv-handoff")
         self._copier: BlockCopier | None = None
         self._loads: deque[tuple[SlotLoad, int]] = deque()
@@ -66,8 +71,9 @@ class HandoffWorker:
         if copier.block_bytes != self._layout.block_bytes:
             told = self._layout.block_bytes
             raise ConfigError(f"blocks have {copier.block_bytes} bytes in memory and {told} by vLLM's configuration")
-        layout = self._layout
-        self._client.tell(Registered(self._rank, layout.num_ranks, layout.name, layout.block_bytes))
+        part = slot_part(*self._configs, self._layout, self._rank, kv_caches.values())
+        self._slots, self._writes = part.of(_slots(self._client, part)), part.writes
+        self._client.tell(Registered(self._rank, self._layout.num_ranks, part.layout, part.slot_bytes))
 
     def start_loads(self, loads: Sequence[SlotLoad]) -> None:
         self._loads += [(load, 0) for load in loads]
@@ -83,7 +89,7 @@ class HandoffWorker:
             load, start = self._loads.popleft()
             end = min(start + copier.piece_blocks, len(load.slots))
             staged = copier.staging(end - start)
-            torch.index_select(self._slots, 0, torch.tensor(load.slots[start:end]), out=staged)
+            torch.index_select(self._slots, 0, torch.tensor(load.slots[start:end]), out=self._by_row(staged))
             copier.scatter(staged, load.block_ids[start:end])
             if end < len(load.slots):
                 self._loads.appendleft((load, end))
@@ -95,6 +101,9 @@ class HandoffWorker:
     def export(self, exports: Sequence[SlotExport]) -> None:
         copier = self._blocks()
         for export in exports:
+            if not self._writes:
+                self._teller.submit(self._tell, Exported(self._rank, export.stream, export.num_blocks))
+                continue
             out = export.num_blocks - len(export.slots)
             for start in range(0, len(export.slots), copier.piece_blocks):
                 slots = export.slots[start : start + copier.piece_blocks]
@@ -112,7 +121,8 @@ class HandoffWorker:
             return
         try:
             wait()
-            self._slots.index_copy_(0, torch.tensor(slots), buffer)
+            for slot, block in zip(slots, self._by_row(buffer), strict=True):
+                self._slots[slot].copy_(block)  # ten times as fast as `index_copy_` on bytes
         except RuntimeError as error:
             _log.warning("KV blocks for another worker could not be copied to their slots: %s", error)
             self._broken.add(news.stream)
@@ -129,18 +139,19 @@ class HandoffWorker:
         except OSError as error:
             _log.warning("the worker above does not hear of KV blocks: %s", error)
 
+    def _by_row(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Blocks of this rank, shaped as its parts of slots are."""
+        return blocks.view(len(blocks), *self._slots.shape[1:])
+
     def _blocks(self) -> BlockCopier:
         if self._copier is None:
             raise ConfigError("vLLM has not registered its KV caches")
         return self._copier
 
 
-def _rank_slots(client: StagingClient, layout: Layout, rank: int) -> torch.Tensor:
-    """This rank's part of every slot."""
-    slot_bytes = layout.block_bytes * layout.num_ranks
-    num_slots = len(client.memory) // slot_bytes
+def _slots(client: StagingClient, part: SlotPart) -> torch.Tensor:
+    num_slots = len(client.memory) // part.slot_bytes
     if not num_slots:
-        raise ConfigError(f"blocks of {slot_bytes} bytes do not fit {len(client.memory)}", hint="--kv-staging")
-    memory = torch.frombuffer(client.memory, dtype=torch.uint8, count=num_slots * slot_bytes)
-    start = rank * layout.block_bytes
-    return memory.view(num_slots, slot_bytes)[:, start : start + layout.block_bytes]
+        raise ConfigError(f"blocks of {part.slot_bytes} bytes do not fit {len(client.memory)}", hint="--kv-staging")
+    memory = torch.frombuffer(client.memory, dtype=torch.uint8, count=num_slots * part.slot_bytes)
+    return memory.view(num_slots, part.slot_bytes)

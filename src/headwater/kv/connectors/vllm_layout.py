@@ -36,19 +36,12 @@ class Layout:
     def of(cls, vllm_config: Any, kv_cache_config: Any, fingerprint: str) -> "Layout":
         parallel, model = vllm_config.parallel_config, vllm_config.model_config
         _refuse_other_parallelism(parallel)
-        groups = kv_cache_config.kv_cache_groups
-        if len(groups) != 1:
-            raise ConfigError(
-                f"this connector serves one pool of blocks, the model has {len(groups)} KV cache groups",
-                hint="--disable-hybrid-kv-cache-manager",
-            )
-        spec = groups[0].kv_cache_spec
-        num_layers = len({name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers})
+        spec = only_spec(kv_cache_config)
         return cls(
             _label(fingerprint or f"{model.model}@{model.revision or ''}"),
-            _label(_layout_name(vllm_config, kv_cache_config, spec, num_layers)),
+            layout_name(vllm_config, kv_cache_config, spec),
             spec.block_size,
-            spec.page_size_bytes * num_layers,
+            spec.page_size_bytes * _num_layers(kv_cache_config),
             kv_cache_config.num_blocks,
             parallel.tensor_parallel_size,
         )
@@ -78,7 +71,23 @@ def _refuse_other_parallelism(parallel: Any) -> None:
             raise ConfigError(f"this connector serves tensor parallelism, not a {name} of {size}")
 
 
-def _layout_name(vllm_config: Any, kv_cache_config: Any, spec: Any, num_layers: int) -> str:
+def only_spec(kv_cache_config: Any) -> Any:
+    """What a block of a layer is made of. Raises `ConfigError` where that differs between layers."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise ConfigError(
+            f"this connector serves one pool of blocks, the model has {len(groups)} KV cache groups",
+            hint="--disable-hybrid-kv-cache-manager",
+        )
+    return groups[0].kv_cache_spec
+
+
+def _num_layers(kv_cache_config: Any) -> int:
+    return len({name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers})
+
+
+def layout_name(vllm_config: Any, kv_cache_config: Any, spec: Any) -> str:
+    """Of the blocks of one rank. `spec`: that of its layers."""
     model, device = vllm_config.model_config, str(vllm_config.device_config.device_type)
     kernel = torch.backends.cpu.get_cpu_capability() if device == "cpu" else ""
     details = (
@@ -96,7 +105,7 @@ def _layout_name(vllm_config: Any, kv_cache_config: Any, spec: Any, num_layers: 
     )
     digest = blake2b("\n".join(map(str, details)).encode(), digest_size=8).hexdigest()
     dtype = str(getattr(spec, "dtype", model.dtype)).removeprefix("torch.")
-    return f"vllm.{device}.{dtype}.l{num_layers}.b{spec.block_size}.{digest}"
+    return _label(f"vllm.{device}.{dtype}.l{_num_layers(kv_cache_config)}.b{spec.block_size}.{digest}")
 
 
 def _vllm_version() -> str:

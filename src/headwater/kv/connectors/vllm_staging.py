@@ -1,9 +1,9 @@
 """What a worker of ours and the vLLM processes below it say to each other about KV blocks of other workers.
 
 Between vLLM's memory and other workers blocks pass through *slots*: host memory of our worker that vLLM's processes on
-the same host map. A slot holds one block of all tensor-parallel ranks, one after the other. Who owns a slot is decided
-in our worker alone; requests carry slot numbers in vLLM's `kv_transfer_params`, and vLLM's processes answer over a
-datagram socket in a private folder.
+the same host map. A slot holds one block of all tensor-parallel ranks (`vllm_heads`). Who owns a slot is decided in our
+worker alone; requests carry slot numbers in vLLM's `kv_transfer_params`, and vLLM's processes answer over a datagram
+socket in a private folder.
 """
 
 import mmap
@@ -60,9 +60,8 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     rank: int
     num_ranks: int
     layout: str
-    """Equal names, exchangeable blocks."""
-    block_bytes: int
-    """Of this rank."""
+    """Equal names, exchangeable slots."""
+    slot_bytes: int
 
 
 class Exported(msgspec.Struct, frozen=True, tag="exported"):
