@@ -55,6 +55,7 @@ class PairedDouble(SglangDouble):
         if body.bootstrap_room is None or body.bootstrap_host is None or body.bootstrap_port is None:
             yield _aborted(body, 400, "Invalid request: Disaggregated request received without bootstrap room id.")
             return
+        assert body.sampling_params.n == 1, "all choices would wait in the same room for ever"
         chunks = self._prefill(body) if self.mode == "prefill" else self._decode(body)
         async for chunk in chunks:
             yield chunk
@@ -64,6 +65,8 @@ class PairedDouble(SglangDouble):
         params = msgspec.structs.replace(body.sampling_params, max_new_tokens=1, min_new_tokens=0)
         async for chunk in super().generate(msgspec.structs.replace(body, sampling_params=params)):
             await self.gate.wait()
+            if body.rid in self.aborted:
+                return
             room = self._at(body.bootstrap_room or 0)
             room.set_result(chunk["output_ids"][-1])
             await asyncio.wait_for(self._moved(body.bootstrap_room or 0).wait(), _TIMEOUT_S)

@@ -140,6 +140,52 @@ def test_several_choices_are_several_requests_with_rooms_of_their_own(tokenizer:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+def rooms_of(double: PairedDouble, rids: list[str]) -> list[int]:
+    return [body["bootstrap_room"] for body in double.raw if body["rid"] in rids]
+
+
+def test_of_two_choices_the_one_that_is_cancelled_takes_only_its_own_room_along(tokenizer: Path) -> None:
+    async def scenario() -> None:
+        async with pairs(tokenizer, "p1", "d") as members:
+            prefill, decode = members.prefills[0], members.decode
+            prefill.gate.clear()
+            streams, (first, second) = members.submit(n=2)
+            await until(lambda: prefill.num_open == 2 and len(decode.raw) == 2, 10)
+            members.rig.dispatcher.abort(streams[1:])
+            await until(lambda: bool(prefill.aborted) and bool(decode.aborted), 10)
+            prefill.gate.set()
+            await until(lambda: first.finished is not None, 10)
+            assert (first.error, first.token_ids) == (None, await whole(tokenizer))
+            assert (second.finished, second.token_ids) == (None, [])
+            given_up = rooms_of(decode, decode.aborted)
+            assert len(given_up) == 1
+            assert rooms_of(prefill, prefill.aborted) == given_up
+            assert set(prefill.fetched) == {body["bootstrap_room"] for body in decode.raw} - set(given_up)
+            await until(lambda: prefill.num_open == decode.num_open == 0, 10)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_of_two_choices_one_ends_early_and_the_other_one_goes_on(tokenizer: Path) -> None:
+    """As with a stop string, which the frontend finds."""
+
+    async def scenario() -> None:
+        async with pairs(tokenizer, "p1", "d") as members:
+            prefill, decode = members.prefills[0], members.decode
+            streams, (first, second) = members.submit(n=2, max_tokens=100)
+            await until(lambda: bool(second.token_ids), 10)
+            members.rig.dispatcher.abort(streams[1:])
+            await until(lambda: first.finished is not None, 10)
+            assert (first.error, len(first.token_ids)) == (None, 100)
+            assert first.token_ids[:20] == await whole(tokenizer)
+            assert len(second.token_ids) < 100
+            assert sorted(prefill.fetched) == sorted(body["bootstrap_room"] for body in decode.raw)
+            assert len(rooms_of(decode, decode.aborted)) == 1
+            await until(lambda: prefill.num_open == decode.num_open == 0, 10)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 def test_a_prefill_server_that_dies_costs_time_and_no_request(tokenizer: Path) -> None:
     async def scenario() -> None:
         async with pairs(tokenizer, "p1", "p2", "d") as members:
