@@ -117,8 +117,9 @@ def slot_part(
     try:
         return Heads.of(vllm_config, kv_cache_config).part(layout, rank, caches)
     except ConfigError as error:
-        level = logging.WARNING if layout.num_ranks > 1 else logging.INFO
-        _log.log(level, "KV is handed over at --tensor-parallel-size %d only: %s", layout.num_ranks, error)
+        if not rank:
+            level = logging.WARNING if layout.num_ranks > 1 else logging.INFO
+            _log.log(level, "KV is handed over at --tensor-parallel-size %d only: %s", layout.num_ranks, error)
     name, num_bytes = f"{layout.name}.tp{layout.num_ranks}", layout.block_bytes
     return SlotPart(name, num_bytes * layout.num_ranks, 1, rank * num_bytes, num_bytes)
 
