@@ -24,6 +24,7 @@ from headwater.frontend.openai.preparation import Asker
 from headwater.frontend.postprocess.sequence import SequenceText
 from headwater.frontend.preprocess.tokenizer import unpack_ids
 from headwater.frontend.remote_errors import error_from
+from headwater.protocol.cluster import ModelCard
 from headwater.protocol.request import EngineRequest, SequenceOutput
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -124,8 +125,8 @@ class LLM:
     def get(self, name: str) -> ServedModel:
         return self._model
 
-    def all(self) -> list[ServedModel]:
-        return [self._model]
+    def cards(self) -> list[ModelCard]:
+        return [self._model.card]
 
     # inner life
 
