@@ -119,13 +119,14 @@ class PrefixIndex:
             return
         holders, bit = table.holders, 1 << slot
         for key in keys:
-            if key in blocks:
-                blocks.remove(key)
-                held = holders[key]
-                if held == bit:
-                    del holders[key]
-                else:
-                    holders[key] = held ^ bit
+            held = holders.get(key, 0)
+            if held == bit:
+                del holders[key]
+            elif held & bit:
+                holders[key] = held ^ bit
+            else:
+                continue
+            blocks.remove(key)
 
     def clear(self, worker: WorkerId, tier: Tier) -> None:
         slot = self._slots[worker]
@@ -159,18 +160,11 @@ class PrefixIndex:
         slot = self._slots.get(worker)
         if slot is None:
             return
-        predicted = self._predicted
-        keys = list(keys)
-        if [predicted[key] for key in keys].count(slot) == len(keys):
-            for key in keys:
-                del predicted[key]
-            return
         for key in keys:
-            known = predicted[key]
+            known = self._predicted.pop(key)
             if isinstance(known, dict):
+                self._predicted[key] = known
                 self._uncount(key, known, slot, 1)
-            else:
-                del predicted[key]
 
     def forget_all(self, worker: WorkerId) -> None:
         """Take back all predictions for a worker: what was sent there is lost."""

@@ -62,6 +62,7 @@ class NonNegativeFit:
         self._error = 0.2
         self._outliers = 0
         self._scaled = [0.0] * size
+        self._coefficients = (0.0,) * size
         self._stale = 0
 
     @property
@@ -69,10 +70,10 @@ class NonNegativeFit:
         """Per unit of each feature, as of the last solution: at most 256 samples behind, and none at first."""
         if self._stale >= self._patience():
             self._solve()
-        return tuple(value / scale for value, scale in zip(self._scaled, self._scales, strict=True))
+        return self._coefficients
 
     def predict(self, features: Sequence[float]) -> float:
-        return sum(coefficient * feature for coefficient, feature in zip(self.coefficients, features, strict=True))
+        return sum([value * feature for value, feature in zip(self.coefficients, features, strict=True)])
 
     def observe(self, features: Sequence[float], measured: float) -> None:
         """One sample; durations that are not positive and finite are ignored."""
@@ -177,4 +178,5 @@ class NonNegativeFit:
                 values[i] = updated
             if largest_step <= _TOLERANCE * max(map(abs, values), default=0.0):
                 break
+        self._coefficients = tuple([value / scale for value, scale in zip(values, self._scales, strict=True)])
         self._stale = 0

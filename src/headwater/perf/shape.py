@@ -1,13 +1,13 @@
 """What is in one engine step."""
 
-from dataclasses import dataclass
 from typing import Self
+
+import msgspec
 
 from headwater.protocol.events import StepTiming
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(msgspec.Struct, frozen=True, gc=False):
     prefill_tokens: float = 0.0
     prefill_pairs: float = 0.0
     """Sum over new tokens of the tokens each attends to."""

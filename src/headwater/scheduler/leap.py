@@ -11,6 +11,7 @@ nor the last of a sequence are not made.
 from array import array
 from collections.abc import Collection
 from heapq import heapify, heappop, heappush
+from itertools import repeat
 
 from headwater.errors import InternalError
 from headwater.protocol.request import SequenceOutput
@@ -125,8 +126,8 @@ class LeapingScheduler(Scheduler):
 
     def leap_limit(self) -> int:
         """How many steps can be taken at once; 0 when the next one has to be scheduled."""
-        roster = self._roster
-        if self._plan is not None or roster.waiting or roster.loading or roster.prefilling or not roster.decoding:
+        num_decode = len(self._roster.decoding)
+        if self._plan is not None or not num_decode or num_decode < self.num_open:
             return 0
         if self._outputs or self._next_deadline != float("inf"):
             return 0
@@ -154,7 +155,7 @@ class LeapingScheduler(Scheduler):
         roster = self._roster
         num_decode = len(roster.decoding)
         prefills = []
-        if roster.waiting or roster.prefilling:
+        if num_decode < self.num_open:
             prefills = self._choose_prefills(self._limits.max_num_batched_tokens - num_decode)
         if not num_decode and not prefills:
             return None
@@ -163,7 +164,7 @@ class LeapingScheduler(Scheduler):
         return self._plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
-        """`result` has tokens for the sampling slices of the plan."""
+        """Whatever tokens `result` has: all draw the same one."""
         if plan is not self._plan:
             raise InternalError("the plan committed is not the last one made")
         self._plan = None
@@ -172,7 +173,8 @@ class LeapingScheduler(Scheduler):
         self._counted.advance(plan.num_decode, 1)
         self._meter.generated_tokens += plan.num_decode - len(self._eventful)
         self._commit_eventful(outputs)
-        self._commit_prefills(planned, plan.slices, iter([(token, None) for token in result.token_ids]), outputs)
+        if planned:
+            self._commit_prefills(planned, plan.slices, repeat((self._token_id, None)), outputs)
         for entry in planned:
             if entry.state is State.DECODING:
                 self._counted.join(entry)
@@ -209,10 +211,11 @@ class LeapingScheduler(Scheduler):
         if preemptions != self._meter.preemptions:
             counted.rebuild([*self._roster.decoding])
             due = counted.take_due()
-        self._eventful = [entry for entry in due if not counted.uneventful(entry)]
         for entry in due:
             if counted.uneventful(entry):
                 counted.watch(entry)
+            else:
+                self._eventful.append(entry)
 
     def _make_room(self, entry: Entry) -> bool:
         if not self._roster.pool.num_free:

@@ -374,7 +374,7 @@ class SimCluster:
                 view.release(is_open.booking, is_open.record.output_tokens)
                 del self._open[output.stream]
         view.apply(news.worker_id, news.events)
-        if len(self._queue) and news.outputs:
+        if news.outputs and len(self._queue):
             self._pump(now)
 
 

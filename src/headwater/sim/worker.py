@@ -28,7 +28,7 @@ _LOAD_TIMEOUT_S = 600.0
 @dataclass(slots=True)
 class _Step:
     plan: StepPlan
-    result: StepResult
+    duration_ms: float
 
 
 @dataclass(slots=True)
@@ -144,8 +144,7 @@ class SimWorker:
             self.ends_at = None
             return
         duration_ms = self._duration_ms(plan)
-        num_samples = sum([piece.samples for piece in plan.slices])
-        self._running = _Step(plan, StepResult([_WORD] * num_samples, None, duration_ms))
+        self._running = _Step(plan, duration_ms)
         self.prefill_tokens += plan.num_prefill_tokens
         self.ends_at = now + duration_ms / 1000
 
@@ -157,20 +156,17 @@ class SimWorker:
                 self._leap(running, running.steps)
                 return [], []
             case _Step():
-                self.busy_ms += running.result.duration_ms
+                self.busy_ms += running.duration_ms
                 self.num_steps += 1
-                outputs = self._scheduler.commit(running.plan, running.result, now)
+                outputs = self._scheduler.commit(running.plan, StepResult([], None, running.duration_ms), now)
                 for ended in self._scheduler.take_ended():
                     self._chains.pop(ended.stream, None)
                 self._follow(now)
-                return outputs, [*self._scheduler.drain_events(), *self._take_tier_events()]
+                events: list[WorkerEvent] = [*self._scheduler.drain_events(), *self._tier_events]
+                self._tier_events.clear()
+                return outputs, events
             case None:
                 return [], []
-
-    def _take_tier_events(self) -> list[WorkerEvent]:
-        events = self._tier_events.copy()
-        self._tier_events.clear()
-        return events
 
     def report(self) -> LoadReport:
         report = self._scheduler.report()
