@@ -1,11 +1,13 @@
-"""`headwater kv serve` as a process of its own."""
+"""`headwater kv serve` as a process of its own, and a client of it."""
 
 import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+
+from headwater.kv.node.client import StoreClient
 
 
 @contextlib.contextmanager
@@ -21,3 +23,15 @@ def store_process(path: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
             yield process
         finally:
             process.kill()
+
+
+@contextlib.asynccontextmanager
+async def client_of(path: Path) -> AsyncIterator[StoreClient]:
+    """Connected."""
+    client = StoreClient(path, "test")
+    await client.start(patience_s=20.0)
+    try:
+        assert not client.problem
+        yield client
+    finally:
+        await client.close()

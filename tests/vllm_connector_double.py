@@ -137,6 +137,7 @@ class Request:
     pooling_params: Any = None
     mm_features: list[Any] = field(default_factory=list)
     num_preemptions: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -154,11 +155,26 @@ class Blocks:
 class VllmEngine:
     """One request at a time, without a prefix cache of its own; a worker per rank, each with its own KV."""
 
-    def __init__(self, connector: Any, socket: str, model: str, *, tp: int = 1, num_blocks: int = 64) -> None:
-        make = connector.HeadwaterConnector
+    def __init__(
+        self,
+        connector: Any,
+        socket: str,
+        model: str,
+        *,
+        tp: int = 1,
+        num_blocks: int = 64,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        """`extra`: more of the connector's own configuration."""
         cache = cache_config(num_blocks)
-        self.scheduler = make(config(socket, model, tp=tp), KVConnectorRole.SCHEDULER, cache)
-        self.workers = [make(config(socket, model, tp=tp, rank=r), KVConnectorRole.WORKER, cache) for r in range(tp)]
+
+        def make(role: KVConnectorRole, rank: int = 0) -> Any:
+            made = config(socket, model, tp=tp, rank=rank)
+            made.kv_transfer_config.kv_connector_extra_config |= extra or {}
+            return connector.HeadwaterConnector(made, role, cache)
+
+        self.scheduler = make(KVConnectorRole.SCHEDULER)
+        self.workers = [make(KVConnectorRole.WORKER, rank) for rank in range(tp)]
         shape = (LAYERS, num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE)
         self.kv = [torch.zeros(shape) for _ in range(tp)]
         for worker, kv in zip(self.workers, self.kv, strict=True):

@@ -1,10 +1,8 @@
 """Nodes that share KV: real store processes, blocks read from another node's host tier and from an object store."""
 
 import asyncio
-import contextlib
 import socket
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -14,19 +12,8 @@ from headwater.kv.block import ROOT
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.store import Piece
 from headwater.kv.stores.conformance import OTHER, PAYLOAD_BYTES, Run
-from kv_process import store_process
+from kv_process import client_of, store_process
 from object_servers import ObjectServer
-
-
-@contextlib.asynccontextmanager
-async def client_of(path: Path) -> AsyncIterator[StoreClient]:
-    client = StoreClient(path, "test")
-    await client.start(patience_s=20.0)
-    try:
-        assert not client.problem
-        yield client
-    finally:
-        await client.close()
 
 
 def chain_of(run: Run) -> Piece:

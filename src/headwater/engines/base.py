@@ -80,6 +80,8 @@ class Placement:
 
     index: int = 0
     count: int = 1
+    store: Path | None = None
+    """Where this host's KV store listens, for engines that go there by themselves."""
 
 
 ALONE = Placement()
@@ -123,6 +125,8 @@ class EngineInfo:
     """`HOST:PORT` where it listens for the other one."""
     tickets: bool = False
     """Whether it moves KV to others of its kind by itself: `export` ends with a ticket, which another one takes."""
+    store: bool = False
+    """Whether it goes to the host's KV store by itself, and names blocks there as requests do."""
 
 
 @dataclass(frozen=True, slots=True)

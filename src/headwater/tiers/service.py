@@ -1,4 +1,8 @@
-"""The store of its node, as one worker uses it: made when its engine has started."""
+"""The store of its node, as one worker uses it: made when its engine has started.
+
+Blocks go between the store and the engine's memory by way of the engine's KV port. An engine that goes to the store by
+itself is left to do so: here the cluster is told what the store has, and the store what tenants may fill.
+"""
 
 import asyncio
 import logging
@@ -63,12 +67,15 @@ class KvTiers:
         `submit`: where requests go that were looked at in vain. `patience_s`: for a store that is still starting. What
         is computed before it is there is not in it."""
         port = self._engine.kv
-        if port is None or port.blocks.view is None:
+        usable = port is not None and port.blocks.view is not None
+        if not usable and not info.store:
             _log.warning("the KV store is not used: the %s engine gives no access to its KV memory", info.engine)
             return
         await self._client.start(patience_s=patience_s)
         if self._client.problem:
             _log.warning("going on without a KV store until there is one: %s", self._client.problem)
+        if port is None or info.store:
+            return
         self._chunk_tokens = max(1, info.max_num_batched_tokens)
         self._chains = Chains(info.card, port.blocks.block_bytes)
         self._onloader = Onloader(submit, port, self._client, self._prefill_ms)
@@ -76,6 +83,8 @@ class KvTiers:
 
     def take(self, request: EngineRequest) -> bool:
         """To be told of every request. Whether it goes to the engine from here; else it is to go there as it would."""
+        if not self._client.problem:
+            self._limit(request)
         port = self._engine.kv
         if port is None or self._chains is None or self._onloader is None or self._offloader is None:
             return False
@@ -83,7 +92,6 @@ class KvTiers:
         self._offloader.opened(request.stream, blocks.chain)
         if self._client.problem:
             return False
-        self._limit(request)
         resident = port.num_resident(blocks.chain.ids)
         self._offloader.found(blocks.chain.part(0, resident))
         return self._onloader.take(request, blocks, resident)

@@ -42,7 +42,7 @@ def worker_main(
 ) -> int:
     """`run_worker` as a whole process. Ends the process itself when a thread may still be loading or computing."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        engine = create_engine(engine_of(config, worker_index), Placement(worker_index, num_workers))
+        engine = create_engine(engine_of(config, worker_index), _placement(config, worker_index, num_workers))
         shell = runner.run(_run(config, engine, worker_index, progress))
         code = _exit_code(shell)
         if shell.abandoned:
@@ -60,7 +60,7 @@ async def run_worker(
     make_engine: MakeEngine = create_engine,
 ) -> int:
     """Serve until told to stop; returns the exit code. Raises `ConfigError`, `ModelError`, `EngineFailed`."""
-    engine = make_engine(engine_of(config, worker_index), Placement(worker_index, num_workers))
+    engine = make_engine(engine_of(config, worker_index), _placement(config, worker_index, num_workers))
     return _exit_code(await _run(config, engine, worker_index, progress))
 
 
@@ -82,6 +82,10 @@ async def _run(config: ServeConfig, engine: Engine, worker_index: int, progress:
         await registry.close()
         await planes.close()
     return shell
+
+
+def _placement(config: ServeConfig, worker_index: int, num_workers: int) -> Placement:
+    return Placement(worker_index, num_workers, store_socket(config.kv))
 
 
 def _exit_code(shell: WorkerShell) -> int:

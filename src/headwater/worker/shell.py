@@ -20,7 +20,7 @@ import msgspec
 from headwater.engines.base import Engine, EngineInfo, Progress, ProgressSink, Sleeper
 from headwater.errors import Draining, EngineFailed, HeadwaterError, InvalidRequest, Unavailable
 from headwater.handoff.service import Handoffs
-from headwater.protocol.events import LoadReport, WorkerEvent
+from headwater.protocol.events import BlocksCleared, LoadReport, WorkerEvent
 from headwater.protocol.frames import (
     Abort,
     Drain,
@@ -415,6 +415,8 @@ class WorkerShell:
                     self._handoffs.observe(event)
             else:
                 others.append(event)
+                if self._tiers is not None and isinstance(event, BlocksCleared) and event.tier is None:
+                    others += self._tiers.snapshot()  # of what the engine knew: the store has not lost anything
         self._publisher.publish(others)
 
     def on_failed(self, error: HeadwaterError) -> None:

@@ -8,12 +8,11 @@ import argparse
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from vllm.config import KVTransferConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
@@ -135,22 +134,6 @@ def memory_share(placement: Placement, num_ranks: int, reserved_bytes: int = 0) 
     memory = psutil.virtual_memory()
     share = (memory.available / placement.count - reserved_bytes) / num_ranks / memory.total * _MEMORY_MARGIN
     return ["--gpu-memory-utilization", f"{share:.3f}"]
-
-
-def add_connector(engine: AsyncEngineArgs, connector: dict[str, Any]) -> None:
-    """Beside the operator's own, if there is one: what ours has nothing to load for is asked of that."""
-    given = engine.kv_transfer_config
-    if given is None:
-        engine.kv_transfer_config = KVTransferConfig(**connector)
-        return
-    own = {item.name: getattr(given, item.name) for item in fields(given)}
-    both = [connector, {name: value for name, value in own.items() if name != "engine_id"}]
-    engine.kv_transfer_config = KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"connectors": both},
-    )
 
 
 def events_config(endpoint: str, replay_endpoint: str) -> KVEventsConfig:

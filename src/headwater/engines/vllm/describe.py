@@ -4,6 +4,8 @@ import hashlib
 import os
 from typing import Any
 
+import torch
+from vllm import __version__ as vllm_version
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -11,12 +13,18 @@ from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo
 from headwater.engines.card import served_names, text_artifacts
 from headwater.engines.texts import ModelTexts
+from headwater.engines.vllm.connectors import Connectors
 from headwater.engines.vllm.staging import Staging
 from headwater.protocol.cluster import ModelCard
 
 
 def engine_info(
-    config: EngineConfig, texts: ModelTexts, llm: AsyncLLM, adapters: list[str], staging: Staging | None
+    config: EngineConfig,
+    texts: ModelTexts,
+    llm: AsyncLLM,
+    adapters: list[str],
+    staging: Staging | None,
+    connectors: Connectors,
 ) -> EngineInfo:
     vllm = llm.vllm_config
     model, cache, scheduler = vllm.model_config, vllm.cache_config, vllm.scheduler_config
@@ -30,7 +38,7 @@ def engine_info(
         fingerprint=hashlib.sha256(f"vllm {texts.fingerprint} {dtype} {block_size}".encode()).hexdigest(),
         architecture=model.architecture,
         dtype=dtype,
-        kv_layout=f"vllm.{dtype}.b{block_size}" if staging is None else staging.layout,
+        kv_layout=staging.layout if staging is not None else _layout(vllm, dtype, stored=connectors.store),
         max_model_len=int(model.max_model_len),
         block_size=block_size,
         vocab_size=int(model.get_vocab_size()),
@@ -50,8 +58,20 @@ def engine_info(
         max_num_batched_tokens=int(scheduler.max_num_batched_tokens),
         hardware=_hardware(vllm),
         batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
-        tickets=staging is None and vllm.kv_transfer_config is not None,
+        tickets=connectors.move and staging is None,
+        store=connectors.store,
     )
+
+
+def _layout(vllm: Any, dtype: str, *, stored: bool) -> str:
+    """Ids of blocks are bound to it. In a store that outlives the engine, blocks of another release or kind of numbers
+    must not be in the place of ours."""
+    name = f"vllm.{dtype}.b{int(vllm.cache_config.block_size)}"
+    if not stored:
+        return name
+    kernel = torch.backends.cpu.get_cpu_capability() if current_platform.is_cpu() else ""
+    details = vllm_version, kernel, vllm.model_config.quantization, vllm.cache_config.cache_dtype
+    return f"{name}.{hashlib.blake2b(repr(details).encode(), digest_size=8).hexdigest()}"
 
 
 def _hardware(vllm: Any) -> str:

@@ -40,12 +40,12 @@ from headwater.engines.steps import PrefillProgress
 from headwater.engines.texts import texts_and_weights
 from headwater.engines.vllm.arguments import (
     VllmArguments,
-    add_connector,
     bind_cores,
     events_config,
     memory_share,
     vllm_arguments,
 )
+from headwater.engines.vllm.connectors import NO_CONNECTORS, connectors
 from headwater.engines.vllm.describe import engine_info
 from headwater.engines.vllm.guard import Guard
 from headwater.engines.vllm.outputs import sequence_output
@@ -53,8 +53,11 @@ from headwater.engines.vllm.port import StagingPort
 from headwater.engines.vllm.sampling import vllm_sampling
 from headwater.engines.vllm.staging import Staging
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InternalError, InvalidRequest
+from headwater.kv.connectors.vllm_naming import Naming
+from headwater.kv.identity import namespace
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
+from headwater.protocol.request import EngineRequest
 
 _SHUTDOWN_TIMEOUT_S = 8.0
 
@@ -80,6 +83,7 @@ class VllmEngine(ExternalEngine):
         self._guard = Guard()
         self._staging: Staging | None = None
         self._port: StagingPort | None = None
+        self._connectors = NO_CONNECTORS
 
     # ---- life
 
@@ -98,7 +102,7 @@ class VllmEngine(ExternalEngine):
         self._adapter_paths = arguments.adapters
         if self._staging is not None:
             await self._staging.registered()
-        info = engine_info(self.config, texts, llm, list(self._adapters), self._staging)
+        info = engine_info(self.config, texts, llm, list(self._adapters), self._staging, self._connectors)
         card = info.card
         if self._staging is not None:
             self.kv = self._port = StagingPort(self._staging, self, card.block_size)
@@ -125,8 +129,9 @@ class VllmEngine(ExternalEngine):
     def _arguments(self, model: str) -> VllmArguments:
         arguments = vllm_arguments(self.config, model, self._defaults)
         engine = arguments.engine
-        if self._staging is not None:
-            add_connector(engine, self._staging.connector(os.getpid()))
+        handoff = self._staging.connector(os.getpid()) if self._staging is not None else None
+        self._connectors = connectors(engine.kv_transfer_config, handoff, self._placement.store)
+        engine.kv_transfer_config = self._connectors.config
         if not arguments.events_given and engine.enable_prefix_caching is not False:
             self._folder = Path(tempfile.mkdtemp(prefix="headwater-vllm-"))
             engine.kv_events_config = (
@@ -207,7 +212,7 @@ class VllmEngine(ExternalEngine):
             return llm.input_processor.process_inputs(
                 name,
                 prompt,
-                vllm_sampling(request.sampling, resumed, params if self._port else kv_transfer_params(request)),
+                vllm_sampling(request.sampling, resumed, self._kv_params(request, params)),
                 self._tasks_supported,
                 arrival_time=request.arrival or None,
                 lora_request=self._adapter(request.adapter),
@@ -220,6 +225,16 @@ class VllmEngine(ExternalEngine):
             raise InvalidRequest(f"vLLM: {error}") from error
         except Exception as error:
             raise InternalError(f"vLLM could not make sense of this request: {error!r}") from error
+
+    def _kv_params(self, request: EngineRequest, params: dict[str, Any] | None) -> dict[str, Any] | None:
+        """All that vLLM's connectors are told of a request. Raises `InvalidRequest` for a ticket that is none."""
+        if self._port is None:
+            params = kv_transfer_params(request)
+        if not self._connectors.store:
+            return params
+        card = self.info.card
+        key = request.namespace or namespace(card.fingerprint, card.kv_layout, adapter=request.adapter or "")
+        return Naming(key.hex(), card.fingerprint, request.tenant).request_params() | (params or {})
 
     async def _send_structured(
         self, name: str, stream: OpenStream, tokens: "array[int]", params: dict[str, Any] | None

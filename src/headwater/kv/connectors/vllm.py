@@ -4,7 +4,8 @@
         "kv_connector_module_path": "headwater.kv.connectors.vllm"}'
 
 Keys of `kv_connector_extra_config`: `socket` (where `headwater kv serve` listens; default the user's own place) and
-`fingerprint` (what tells these weights from others; default the model's name and revision). Written against the
+`fingerprint` (what tells these weights from others; default the model's name and revision). A worker of ours attaches
+it by itself and has its requests say how their blocks are named (`vllm_naming`). Written against the
 connector interface of vLLM 0.32, which makes one half in the scheduler's process and one in each worker's.
 
 Blocks are named by `headwater.kv.identity`, not by vLLM's hashes, which differ between processes. Loads are
@@ -23,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from headwater.kv.connectors.vllm_layout import Layout
+from headwater.kv.connectors.vllm_naming import named_by_worker
 from headwater.kv.connectors.vllm_scheduler import SchedulerHalf, StepTransfers
 from headwater.kv.connectors.vllm_worker import WorkerHalf
 
@@ -57,7 +59,7 @@ class HeadwaterConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(layout, self._socket)
+            self._scheduler = SchedulerHalf(layout, self._socket, named_by_worker=named_by_worker(extra))
         else:
             self._worker = WorkerHalf(layout, vllm_config.parallel_config.rank, self._socket)
 

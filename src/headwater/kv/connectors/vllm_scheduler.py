@@ -18,6 +18,7 @@ from uuid import uuid4
 from headwater.errors import HeadwaterError
 from headwater.kv.connectors.chains import RequestChain, Save, socket_path
 from headwater.kv.connectors.vllm_layout import Layout
+from headwater.kv.connectors.vllm_naming import Naming
 from headwater.kv.node.agent import StoreAgent
 from headwater.kv.node.store import Piece
 from headwater.kv.pricing import LoadPlan, TierRun
@@ -89,8 +90,17 @@ class _Request:
 class SchedulerHalf:
     """See the module docstring. Called from vLLM's scheduler alone."""
 
-    def __init__(self, layout: Layout, socket: str | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        socket: str | None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        named_by_worker: bool = False,
+    ) -> None:
+        """`named_by_worker`: whether requests say how their blocks are named. One that does not is left alone then."""
         self._layout, self._clock = layout, clock
+        self._named_by_worker = named_by_worker
         self._agent = StoreAgent(socket_path(socket), "vllm-scheduler")
         self._requests: dict[str, _Request] = {}
         self._step = StepTransfers()
@@ -161,13 +171,19 @@ class SchedulerHalf:
     def _state(self, request: Any) -> _Request | None:
         """None: its tokens do not say all about its KV."""
         state = self._requests.get(request.request_id)
-        if state is None and _is_plain(request):
-            salt, lora = str(request.cache_salt or ""), request.lora_request
-            adapter = f"{lora.lora_name}@{lora.lora_path}" if lora is not None else ""
-            key = self._layout.key(adapter, salt, self._era)
-            chain = RequestChain(self._layout.family(0, salt), key, self._layout.block_tokens)
+        if state is None and _is_plain(request) and (chain := self._chain(request)) is not None:
             state = self._requests[request.request_id] = _Request(request, chain)
         return state
+
+    def _chain(self, request: Any) -> RequestChain | None:
+        size = self._layout.block_tokens
+        if self._named_by_worker:
+            naming = Naming.of(request.kv_transfer_params)
+            family = self._layout.family(0, "")
+            return RequestChain(naming.family(family), naming.key(self._era), size) if naming is not None else None
+        salt, lora = str(request.cache_salt or ""), request.lora_request
+        adapter = f"{lora.lora_name}@{lora.lora_path}" if lora is not None else ""
+        return RequestChain(self._layout.family(0, salt), self._layout.key(adapter, salt, self._era), size)
 
     def _is_there(self) -> bool:
         return not self._agent.client.problem and self._clock() >= self._rest_until

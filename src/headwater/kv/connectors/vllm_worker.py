@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from headwater.errors import ConfigError, HeadwaterError
@@ -264,7 +265,8 @@ class WorkerHalf:
         """The blocks of this rank that lie beside those of rank 0."""
         if not self._rank:
             return chain
-        family = self._layout.family(self._rank, chain.family.tenant)
+        layout = self._layout.family(self._rank, "").layout
+        family = msgspec.structs.replace(chain.family, layout=layout)
         parent = ROOT if chain.parent == ROOT else self._layout.ids_of_rank(chain.parent, self._rank)
         return Piece(family, self._layout.ids_of_rank(chain.ids, self._rank), chain.first, parent)
 
