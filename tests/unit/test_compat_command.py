@@ -1,13 +1,18 @@
 """Command lines of `vllm serve`, translated; and the page of names, current."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headwater.cli.engine_flags import config_from, parse_arguments, take_engine_words
 from headwater.cli.main import main
 from headwater.cli.verbs import parser_of
+from headwater.compat.sglang import command as sglang
+from headwater.compat.trtllm import command as trtllm
+from headwater.compat.vllm import command as vllm
 from headwater.compat.vllm.command import answered_flags, translate, verdict_of
 from headwater.errors import ConfigError
 from vllm_page import NAMES, page
@@ -22,6 +27,25 @@ def test_the_page_of_names_is_current() -> None:
 def test_every_flag_of_vllms_server_has_an_answer_and_every_answer_a_flag() -> None:
     assert set(answered_flags()) - set(NAMES["flags"]) == set()
     assert [flag for flag in NAMES["server_flags"] if verdict_of(flag)[0] == "passed"] == []
+
+
+@pytest.mark.parametrize("command", [vllm, sglang, trtllm])
+def test_flags_that_stand_for_others_are_there(command: Any) -> None:
+    """Also those that notes speak of."""
+    known = parser_of("serve")._option_string_actions.keys() | parser_of("worker")._option_string_actions.keys()
+    of_the_engine = {"--lora-modules", "--extra-llm-api-options", "--telemetry-config.disabled"}
+    for flag in command.answered_flags():
+        verdict, note = command.verdict_of(flag)
+        if verdict == "renamed":
+            assert note in known | of_the_engine, flag
+        elif verdict == "same":
+            assert flag in known | of_the_engine | set(MODELS), flag
+        else:
+            assert set(re.findall(r"--[a-z][a-z-]+", note)) <= known, flag
+
+
+MODELS = ("--model", "--model-path")
+"""MODEL comes first here, without a flag."""
 
 
 @pytest.mark.parametrize(

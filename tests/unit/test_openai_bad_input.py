@@ -121,7 +121,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str | None, str]] = [
     (
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
         "messages[0].content[0].type",
-        'is "image_url": this model takes text only',
+        'is "image_url": this model is served for text only',
     ),
     (
         chat(messages=[{"role": "user", "content": [{"type": "text"}]}]),
@@ -218,6 +218,17 @@ def test_chat_fields(model: ServedModel, body: dict[str, Any], param: str | None
     error = refused(model, CHAT, body)
     assert message in error["message"]
     assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    "kind", ["image_url", "input_audio", "audio_url", "video_url", "image_embeds", "file", "image"]
+)
+def test_media_are_refused_by_name(model: ServedModel, kind: str) -> None:
+    """Whatever engine serves it, and wherever they are among texts."""
+    content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "data:,x"}}]
+    error = refused(model, CHAT, chat(messages=[*USER, {"role": "user", "content": content}]))
+    assert error["param"] == "messages[1].content[1].type"
+    assert f'is "{kind}": this model is served for text only' in error["message"]
 
 
 COMPLETION_CASES: list[tuple[dict[str, Any], str | None, str]] = [

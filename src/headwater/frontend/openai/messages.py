@@ -72,7 +72,7 @@ def _text(message: ChatMessage, path: str) -> str:
 def _part_text(part: ContentPart, path: str) -> str:
     if part.type not in _TEXT_PARTS:
         raise InvalidRequest(
-            f"{path}.type is {short_json(part.type)}: this model takes text only, expected a part of type text",
+            f"{path}.type is {short_json(part.type)}: this model is served for text only, expected a part of type text",
             param=f"{path}.type",
         )
     if part.text is None:
