@@ -2,8 +2,8 @@
 
     PYTHONPATH=bench VLLM_PYTHON tests/vllm_handoff_life.py MODEL_FOLDER [--vocabulary N] [--sizes P D] [WORDS OF VLLM]
 
-One JSON line per check. `--sizes`: tensor-parallel sizes of the prefill and of the decode worker; where they differ,
-the checks are those of what moves. Words of vLLM are for both, such as another KV connector beside ours.
+One JSON line per check. `--sizes`: tensor-parallel sizes of the prefill and of the decode worker. Words of vLLM are for
+both, such as another KV connector beside ours.
 The prefill worker is a process of its own, which is killed at the end. The decode worker is in this process, so that
 what it reads can be damaged, with checksums and without.
 """
@@ -255,14 +255,11 @@ def flipped(data: bytes) -> bytes:
     return array("I", [word ^ (1 << 31) for word in words]).tobytes()
 
 
-CHECKS_OF_SIZES: tuple[Callable[[Life], Awaitable[str]], ...] = (
+CHECKS: tuple[Callable[[Life], Awaitable[str]], ...] = (
     check_output_is_that_of_one_worker,
     check_only_what_is_missing_moves,
     check_several_at_once,
     check_damaged_blocks_show,
-)
-CHECKS: tuple[Callable[[Life], Awaitable[str]], ...] = (
-    *CHECKS_OF_SIZES,
     check_an_abort_frees_everything,
     check_checksums_find_damage,
     check_a_hung_prefill_worker_costs_time_only,
@@ -276,7 +273,7 @@ async def main(model: str, vocabulary: int, sizes: tuple[int, int], words: list[
         began = time.monotonic()
         await life.start(model)
         print(f"started in {time.monotonic() - began:.0f} s", file=sys.stderr)
-        for check in CHECKS if sizes[0] == sizes[1] else CHECKS_OF_SIZES:
+        for check in CHECKS:
             began = time.monotonic()
             try:
                 detail = await asyncio.wait_for(check(life), 120)
