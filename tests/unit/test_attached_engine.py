@@ -31,7 +31,7 @@ from headwater.errors import (
     WorkerLost,
 )
 from headwater.kv.identity import namespace
-from headwater.protocol.request import EngineRequest, RelayedRequest, SamplingParams
+from headwater.protocol.request import EngineRequest, RelayedRequest, SamplingParams, StructuredSpec
 from headwater.runtime.conformance import eventually
 from vllm_double import MODEL, VllmDouble
 
@@ -276,6 +276,33 @@ def test_every_sampling_field_reaches_the_server(play: Callable[[Scenario], None
             assert "cache_salt" not in second
 
     play(scenario)
+
+
+def vllm_body(**fields: Any) -> dict[str, Any]:
+    own = {name: fields.pop(name) for name in list(fields) if name in EngineRequest.__struct_fields__}
+    request = EngineRequest(1, "r", "m", b"", SamplingParams(**({"max_tokens": 9} | fields)), **own)
+    _, body = VllmDialect().request("m", request, [1, 2, 3], None)
+    return dict(msgspec.json.decode(body))
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (StructuredSpec("json_object"), {"json_object": True}),
+        (StructuredSpec("json_schema", '{"type": "null"}'), {"json": {"type": "null"}}),
+        (StructuredSpec("choice", '["a", "b"]'), {"choice": ["a", "b"]}),
+        (StructuredSpec("regex", "a+"), {"regex": "a+"}),
+        (StructuredSpec("grammar", "start: A"), {"grammar": "start: A"}),
+    ],
+)
+def test_structured_output_in_vllms_words(spec: StructuredSpec, expected: dict[str, Any]) -> None:
+    body = vllm_body(structured=spec, ignore_eos=True)
+    assert body["structured_outputs"] == expected
+    assert body["ignore_eos"] is False, "a complete document ends the output"
+    assert vllm_body(ignore_eos=True)["ignore_eos"] is True
+    with pytest.raises(InvalidRequest) as refused:
+        vllm_body(structured=spec, resumed_tokens=b"\1\0\0\0")
+    assert refused.value.param == "structured", "it is not taken up in its middle"
 
 
 def test_addresses() -> None:

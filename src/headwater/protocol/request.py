@@ -49,6 +49,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     seed_drawn: bool = False
     """The client gave no seed. An engine to which a seed is costly may then do without."""
 
+    @property
+    def goes_past_end(self) -> bool:
+        """Whether the model's end tokens do not end it. A complete structured output ends, whatever else is asked."""
+        return self.ignore_eos and self.structured is None
+
 
 class RelayedRequest(msgspec.Struct, frozen=True):
     """What a client sent, for a worker that speaks the client's protocol."""

@@ -110,7 +110,7 @@ def new_entry(request: EngineRequest, token_ids: "array[int]", order: int, limit
     """A waiting entry for a request that passed `SchedulerLimits.check`, which gave its tokens."""
     sampling = request.sampling
     num_prompt = len(request.prompt) // token_ids.itemsize
-    stop_ids = frozenset[int]() if sampling.ignore_eos else limits.eos_token_ids
+    stop_ids = frozenset[int]() if sampling.goes_past_end else limits.eos_token_ids
     entry = Entry(
         stream=request.stream,
         request=request,

@@ -62,7 +62,7 @@ class SglangReader:
         self._first = True
         self._seen = 0
         """Tokens read; of a cumulative answer the next chunk repeats them."""
-        self._stops = frozenset(params.stop_token_ids if params.ignore_eos and params.structured is None else ())
+        self._stops = frozenset(params.stop_token_ids if params.goes_past_end else ())
         self._least = max(0, params.min_tokens - len(request.resumed_tokens) // TOKEN_ID_BYTES)
 
     def read(self, chunk: Chunk) -> SequenceOutput | None:

@@ -66,8 +66,7 @@ def _sampling(request: EngineRequest, num_tokens: int, settings: SglangSettings)
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "repetition_penalty": params.repetition_penalty,
-        # A complete document ends the output, whatever else is asked for.
-        "ignore_eos": params.ignore_eos and params.structured is None,
+        "ignore_eos": params.goes_past_end,
     }
     if params.stop_token_ids:
         words["stop_token_ids"] = list(params.stop_token_ids)

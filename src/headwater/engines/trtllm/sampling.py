@@ -14,9 +14,7 @@ _NO_END = -1
 def trtllm_sampling(installed: Installed, request: EngineRequest, ends: Sequence[int], vocab_size: int) -> Any:
     """`ends`: the model's end tokens. Raises `InvalidRequest`."""
     params, resumed = request.sampling, num_resumed(request)
-    # A complete document ends the output, whatever else is asked for.
-    ignore_eos = params.ignore_eos and params.structured is None
-    more_ends = [] if ignore_eos else list(ends[1:])
+    more_ends = [] if params.goes_past_end else list(ends[1:])
     try:
         return installed.SamplingParams(
             end_id=ends[0] if ends else _NO_END,
@@ -36,7 +34,7 @@ def trtllm_sampling(installed: Installed, request: EngineRequest, ends: Sequence
             stop_token_ids=[*params.stop_token_ids, *more_ends] or None,
             # Stop tokens that are left out of the ids would not be left out of their log probabilities.
             include_stop_str_in_output=True,
-            ignore_eos=ignore_eos,
+            ignore_eos=params.goes_past_end,
             guided_decoding=_structured(installed, params.structured),
             detokenize=False,
             add_special_tokens=False,

@@ -37,8 +37,7 @@ def vllm_sampling(
             seed=None if params.seed_drawn or params.temperature == 0 else (params.seed + num_resumed) & _MAX_SEED,
             logprobs=params.logprobs,
             stop_token_ids=list(params.stop_token_ids),
-            # A complete document ends the output, whatever else is asked for.
-            ignore_eos=params.ignore_eos and params.structured is None,
+            ignore_eos=params.goes_past_end,
             structured_outputs=_structured(params.structured),
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,

@@ -164,7 +164,7 @@ class TrtllmDialect:
             "presence_penalty": (params.presence_penalty, 0.0),
             "frequency_penalty": (params.frequency_penalty, 0.0),
             "repetition_penalty": (params.repetition_penalty, 1.0),
-            "ignore_eos": (params.ignore_eos and params.structured is None, False),
+            "ignore_eos": (params.goes_past_end, False),
             "seed": (seed_of(request, resumed), None),
             "stop_token_ids": (params.stop_token_ids, []),
             "logit_bias": ({str(token): bias for token, bias in params.logit_bias.items()}, {}),

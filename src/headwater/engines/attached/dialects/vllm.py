@@ -115,7 +115,7 @@ def _body(model: str, request: EngineRequest, tokens: Sequence[int], salt: str |
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "repetition_penalty": params.repetition_penalty,
-        "ignore_eos": params.ignore_eos and params.structured is None,
+        "ignore_eos": params.goes_past_end,
     }
     if not params.seed_drawn and params.temperature:
         body["seed"] = params.seed + num_resumed

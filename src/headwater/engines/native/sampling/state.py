@@ -86,7 +86,7 @@ class SamplingState:
         self.constraint = constraint
         self._sequence = sequence
         self._params = params
-        end_token_ids = set(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
+        end_token_ids = set(params.stop_token_ids).union(() if params.goes_past_end else eos_token_ids)
         self._end_token_ids = np.array(sorted(end_token_ids), dtype=np.intp)
         self._bias_ids = np.array(list(params.logit_bias), dtype=np.intp)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
