@@ -31,6 +31,31 @@ ENGINES = {
     "messages": "texts; media only where requests are relayed",
 }
 """Where engines differ."""
+_ATTACHED = "unit/test_attached_engine.py::"
+_SUITE = "../src/headwater/engines/conformance.py::EngineConformance::"
+_STRUCTURED = (
+    "unit/test_native_engine.py::test_structured_output_end_to_end",
+    "unit/test_mocker.py::test_structured_output_is_refused",
+    _ATTACHED + "test_structured_output_in_vllms_words",
+)
+_LOGPROBS = ("unit/test_sampler.py::test_logprobs_are_of_the_adjusted_logits_before_temperature_and_cuts",)
+SHOWN_BY: dict[str, Sequence[str]] = {
+    "seed": (_SUITE + "test_a_seed_draws_the_same_again", _ATTACHED + "test_every_sampling_field_reaches_the_server"),
+    "logprobs": _LOGPROBS,
+    "top_logprobs": _LOGPROBS,
+    "structured_outputs": _STRUCTURED,
+    "response_format": _STRUCTURED,
+    "priority": (_ATTACHED + "test_every_sampling_field_reaches_the_server",),
+    "cache_salt": (_SUITE + "test_tenants_share_no_block", _ATTACHED + "test_every_sampling_field_reaches_the_server"),
+    "ignore_eos": _STRUCTURED,
+    "user": ("unit/test_vllm_page.py::test_a_field_that_is_said_to_be_the_same_makes_a_difference",),
+    "tools": ("unit/test_openai_chat.py::test_tools_reach_the_template_and_calls_come_back",),
+    "messages": (
+        "unit/test_openai_bad_input.py::test_media_are_refused_by_name",
+        "api/test_attached_serve.py::test_requests_and_answers_pass_as_they_are",
+    ),
+}
+"""Tests that would fail if it were not so. What vLLM makes of its own fields is vLLM's word."""
 OTHERS = ("logprobs", "logit_bias", "structured_outputs")
 """Sampling parameters that are spelled otherwise in a request."""
 

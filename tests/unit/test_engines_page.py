@@ -1,12 +1,10 @@
 """The table of engines in the documents: current, complete, without a failure, and shown by tests that run."""
 
-import ast
-from pathlib import Path
-
 import pytest
 
 from engines_page import DOUBLES, FORMS, KINDS, OWN, REAL, TESTS, checks, conformance, need_not, page, recorded
 from headwater.engines.conformance import EngineConformance
+from named_tests import can_fail
 
 PAGE = TESTS.parent / "docs/engines.md"
 
@@ -37,18 +35,4 @@ def test_every_row_that_is_not_of_the_suite_names_tests_that_would_fail() -> Non
     for row in need_not():
         assert len(row.cells) == len(KINDS) - 1, row.name
         assert row.tests, row.name
-        for test in row.tests:
-            file, *path = test.split("::")
-            assert asserts(TESTS / file, path), f"{row.name}: {test} is no test that can fail"
-
-
-def asserts(file: Path, path: list[str]) -> bool:
-    """Whether there is such a function, in classes or not, and it asserts something or expects an error."""
-    body: list[ast.stmt] = ast.parse(file.read_text()).body
-    for name in path:
-        (found,) = [node for node in body if getattr(node, "name", None) == name]
-        body = getattr(found, "body", [])
-    words = {ast.unparse(node) for statement in body for node in ast.walk(statement) if isinstance(node, ast.expr)}
-    return "pytest.raises" in words or any(
-        isinstance(node, ast.Assert) for statement in body for node in ast.walk(statement)
-    )
+        assert [test for test in row.tests if not can_fail(test)] == [], row.name

@@ -11,8 +11,9 @@ import pytest
 from headwater.frontend.openai.serving import ServedModel, build_model
 from headwater.protocol.request import TokenLogprobs
 from headwater.weights import ResolvedModel
+from named_tests import can_fail
 from openai_twin import Api, FakeResponder, demo_artifacts, demo_card, token_ids
-from vllm_page import NAMES, SHAPES, handling
+from vllm_page import ENGINES, NAMES, SHAPES, SHOWN_BY, handling
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 USER = [{"role": "user", "content": "hi"}]
@@ -197,6 +198,11 @@ def test_a_field_that_is_said_to_be_ignored_is_so_with_a_warning(model: ServedMo
     assert f'unknown field \\"{name}\\"' in with_it[2]
     _, refused = asked(model, kind, {name: 1}, strict=True)
     assert (refused.status, refused.error["param"]) == (400, name)
+
+
+def test_what_is_said_of_engines_names_tests_that_would_fail() -> None:
+    assert ENGINES.keys() == SHOWN_BY.keys()
+    assert [test for tests in SHOWN_BY.values() for test in tests if not can_fail(test)] == []
 
 
 def test_all_rows_were_tried() -> None:
