@@ -84,12 +84,12 @@ def test_arrays_signed_numbers_and_bytes() -> None:
     assert batch.rank == 0
 
 
-def test_pairs_and_hashes_of_images_as_sglang_sends_them() -> None:
-    """Speculative decoding names neighbours; where a prompt has an image there are numbers that are no tokens."""
+def test_pairs_and_hashes_of_images_as_sglang_and_trtllm_send_them() -> None:
+    """Speculative decoding names neighbours; for images there are numbers or texts that are no tokens."""
     plain = {"type": "BlockStored", "block_hashes": [-5], "parent_block_hash": None, "block_size": 2, "lora_id": None}
     pairs = plain | {"token_ids": [[7, 8], [8, 9]], "medium": "CPU_PINNED", "cache_salt": "s"}
-    image = plain | {"token_ids": [7, 1 << 61]}
-    (event,) = decode_batch(msgspec.msgpack.encode([1.0, [image, pairs], 0])).events
+    images = [plain | {"token_ids": [7, token]} for token in (1 << 61, "5f" * 32)]
+    (event,) = decode_batch(msgspec.msgpack.encode([1.0, [*images, pairs], 0])).events
     assert isinstance(event, ForeignStored)
     assert (event.token_ids, event.hashes, event.tier, event.extra_keys) == ([7, 8], [-5], "host", [["s"]])
 

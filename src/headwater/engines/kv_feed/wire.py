@@ -149,11 +149,15 @@ def _token_ids(value: Any) -> list[int]:
 
 
 def _fit(token_ids: list[int]) -> bool:
-    """SGLang puts content hashes of 62 bits where a prompt has an image: such blocks have no id of ours."""
+    """For an image SGLang puts content hashes of 62 bits, TensorRT-LLM texts: such blocks have no id of ours."""
     try:
         array("I", token_ids)
     except OverflowError:
         return False
+    except TypeError:
+        if any(isinstance(token, str) for token in token_ids):
+            return False
+        raise
     return True
 
 
