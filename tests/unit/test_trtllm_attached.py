@@ -179,6 +179,27 @@ def test_a_server_that_takes_salts_gets_them(play: Callable[[Scenario], None]) -
     play(scenario)
 
 
+def test_a_server_without_salts_says_so_once_before_tenants_are_refused(
+    play: Callable[[Scenario], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached() as bench:
+            await stage.double.close()
+            await stage.double.start()
+            await bench.run(bench.request(prompt_of(20)))
+            card, prompt = bench.info.card, prompt_of(100)
+            for salt in ("ann", "bob"):
+                key = namespace(card.fingerprint, card.kv_layout, salt=salt)
+                bench.engine.submit([bench.request(prompt, namespace=key)])
+            await eventually(lambda: bench.recorder.ended(2, 3), "they are refused")
+            assert {bench.recorder.error(stream).param for stream in (2, 3)} == {"cache_salt"}
+            assert not any("cache_salt" in body for body in stage.double.bodies)
+
+    with caplog.at_level(logging.INFO):
+        play(scenario)
+    assert caplog.text.count("takes no cache salts") == 1
+
+
 def test_a_tokenizer_is_checked_by_numbers_where_a_server_tells_no_ids(
     play: Callable[[Scenario], None], caplog: pytest.LogCaptureFixture
 ) -> None:

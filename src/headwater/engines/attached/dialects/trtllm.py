@@ -9,7 +9,7 @@ its contents from whoever else wants them.
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, cast
 
 import msgspec
@@ -59,6 +59,8 @@ class TrtllmDialect:
         """Their folders on the server, which names none itself."""
         self._fields: frozenset[str] | None = None
         """Of a completion; None: the server does not say."""
+        self._says_no_salts = False
+        """The log, once."""
         self._words = Words({}, frozenset())
 
     async def describe(self, server: Server) -> Description:
@@ -72,6 +74,9 @@ class TrtllmDialect:
         if not is_known(release):
             _log.warning("%s is TensorRT-LLM %s: written for %s", server.address.url, release, WRITTEN_FOR)
         self._fields = _known_fields(await server.find("/openapi.json"))
+        if not self._says_no_salts and "cache_salt" in self._unknown({"cache_salt"}):
+            self._says_no_salts = True
+            _log.info("%s takes no cache salts: requests of tenants with keys will be refused", server.address.url)
         info = await server.find("/server_info")
         info = info if isinstance(info, dict) else {}
         metrics = sums(await _prometheus(server) or "", _METRICS)
@@ -188,9 +193,13 @@ class TrtllmDialect:
             raise InvalidRequest(f"there is no adapter {adapter!r}: {', '.join(self._adapters) or 'none is given'}")
         return {"lora_name": adapter, "lora_int_id": adapter_number(folder), "lora_path": folder}
 
+    def _unknown(self, names: Set[str]) -> Set[str]:
+        """Of these, the fields that this server refuses."""
+        return names & _NOT_IN_1_4 if self._fields is None else names - self._fields
+
     def _understood(self, body: dict[str, Any]) -> dict[str, Any]:
         """Raises `InvalidRequest` for a field that this server does not take and that cannot be done without."""
-        unknown = body.keys() & _NOT_IN_1_4 if self._fields is None else body.keys() - self._fields
+        unknown = self._unknown(body.keys())
         for name in sorted(unknown - _HINTS):
             why = _WHY.get(name, "this release of it does not know the field")
             raise InvalidRequest(f"trtllm-serve: {why}", param=name)
