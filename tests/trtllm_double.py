@@ -395,8 +395,8 @@ class TrtllmDouble:
             ignore_eos=body.ignore_eos,
             logprobs=body.logprobs or None,
         )
-        salt = f"lora {body.lora_request.lora_int_id}" if body.lora_request is not None else None
-        return self.executor.submit(prompt, sampling, salt, first)
+        lora = body.lora_request.lora_int_id if body.lora_request is not None else None
+        return self.executor.submit(prompt, sampling, lora=lora, first=first)
 
 
 def _event(document: dict[str, Any]) -> bytes:

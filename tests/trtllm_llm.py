@@ -202,8 +202,9 @@ class RequestOutput:
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs,
         )
-        lora, salt = self._options["lora_request"], self._options["cache_salt"]
-        return executor.submit(self._prompt, sampling, f"lora {lora.lora_int_id}" if lora is not None else salt, first)
+        lora = self._options["lora_request"]
+        number = lora.lora_int_id if lora is not None else None
+        return executor.submit(self._prompt, sampling, salt=self._options["cache_salt"], lora=number, first=first)
 
     @property
     def _context_only(self) -> bool:

@@ -57,7 +57,8 @@ class Fabric:
 @dataclass
 class _Running:
     tokens: list[int]
-    salt: str | None
+    kept_apart_by: str | None
+    """An adapter's number and a salt."""
     answers: "asyncio.Queue[SequenceOutput]" = field(default_factory=asyncio.Queue)
 
 
@@ -74,7 +75,7 @@ class MockedExecutor:
         self._second_manager = second_manager
         self._event_ids = 0
         self._sequences: dict[int, _Running] = {}
-        self._texts = BlockTexts(lambda: ((each.tokens, each.salt) for each in self._sequences.values()))
+        self._texts = BlockTexts(lambda: ((each.tokens, each.kept_apart_by) for each in self._sequences.values()))
         self._numbers = 0
         self._stats: deque[dict[str, Any]] = deque(maxlen=1000)
         self._steps = 0
@@ -96,12 +97,21 @@ class MockedExecutor:
         await self._engine.close()
 
     def submit(
-        self, prompt: Sequence[int], sampling: SamplingParams, salt: str | None, first: int | None = None
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        salt: str | None = None,
+        lora: int | None = None,
+        first: int | None = None,
     ) -> int:
         """`first`: a token that a context server has drawn."""
+        kept_apart_by = None if salt is None and lora is None else f"{'' if lora is None else lora}/{salt or ''}"
         self._numbers += 1
         stream = self._numbers
-        self._sequences[stream] = self.open[stream] = _Running(list(prompt) + ([] if first is None else [first]), salt)
+        self._sequences[stream] = self.open[stream] = _Running(
+            list(prompt) + ([] if first is None else [first]), kept_apart_by
+        )
         packed = array("I", prompt).tobytes()
         resumed = b"" if first is None else array("I", [first]).tobytes()
         self._engine.submit(
@@ -112,7 +122,7 @@ class MockedExecutor:
                     MODEL,
                     packed,
                     sampling,
-                    namespace=salted(self.info.card, salt),
+                    namespace=salted(self.info.card, kept_apart_by),
                     resumed_tokens=resumed,
                 )
             ]
@@ -194,7 +204,8 @@ class MockedExecutor:
     def _stored(self, event: BlocksStored) -> None:
         blocks = []
         for block_id in split_block_ids(event.block_ids):
-            _, tokens, salt = self._texts.of(block_id, self.info.card)
+            _, tokens, kept_apart_by = self._texts.of(block_id, self.info.card)
+            salt = (kept_apart_by or "").partition("/")[2] or None
             block = {
                 "type": "stored_block",
                 "block_hash": self._hash(block_id),

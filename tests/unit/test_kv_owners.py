@@ -31,32 +31,32 @@ def owners() -> BlockOwners:
 
 def test_without_tenants_everything_is_the_models_own(owners: BlockOwners) -> None:
     assert owners.of(1, FIRST) == PLAIN, "also before the first request"
-    owners.begin(1, OTHER, PLAIN)
+    owners.begin(1, array("I", OTHER), PLAIN)
     assert owners.of(2, FIRST) == PLAIN, "whatever it begins with"
 
 
 def test_a_block_is_whose_prompt_begins_with_it(owners: BlockOwners) -> None:
-    owners.begin(1, FIRST + packed(9), ANN)
-    owners.begin(2, OTHER, BOB)
+    owners.begin(1, array("I", FIRST + packed(9)), ANN)
+    owners.begin(2, array("I", OTHER), BOB)
     assert owners.of(11, FIRST) == ANN
     assert owners.of(12, OTHER) == BOB
     assert owners.of(13, packed(7, 7, 7, 7)) is None
 
 
 def test_those_who_begin_alike_have_hashes_of_their_own(owners: BlockOwners) -> None:
-    owners.begin(1, FIRST, ANN)
+    owners.begin(1, array("I", FIRST), ANN)
     assert owners.of(11, FIRST) == ANN
-    owners.begin(2, FIRST, BOB)
+    owners.begin(2, array("I", FIRST), BOB)
     assert owners.of(12, FIRST) == BOB, "ann has hers"
-    owners.begin(3, FIRST, PLAIN)
+    owners.begin(3, array("I", FIRST), PLAIN)
     assert owners.of(13, FIRST) == PLAIN
     assert [owners.of(number, FIRST) for number in (11, 12, 13)] == [ANN, BOB, PLAIN]
     assert owners.of(14, FIRST) is None
 
 
 def test_what_may_be_of_two_is_of_nobody(owners: BlockOwners) -> None:
-    owners.begin(1, FIRST, ANN)
-    owners.begin(2, FIRST, BOB)
+    owners.begin(1, array("I", FIRST), ANN)
+    owners.begin(2, array("I", FIRST), BOB)
     assert owners.of(11, FIRST) is None
     owners.end(1, 0.0)
     assert owners.of(11, FIRST) is None, "it may be told of a moment later"
@@ -66,8 +66,8 @@ def test_what_may_be_of_two_is_of_nobody(owners: BlockOwners) -> None:
 
 def test_what_an_event_says_is_not_asked_for_any_more(owners: BlockOwners) -> None:
     translator = FeedTranslator("model", "layout", SIZE, owners)
-    owners.begin(1, FIRST, ANN)
-    owners.begin(2, FIRST, PLAIN)
+    owners.begin(1, array("I", FIRST), ANN)
+    owners.begin(2, array("I", FIRST), PLAIN)
     named = ForeignStored([11], None, [1, 2, 3, 4], SIZE, extra_keys=[[f"hw:{ANN.hex()}"]])
     plain = ForeignStored([12], None, [1, 2, 3, 4], SIZE)
     told = translator.apply(ForeignBatch(0.0, [named, plain]))
@@ -75,24 +75,24 @@ def test_what_an_event_says_is_not_asked_for_any_more(owners: BlockOwners) -> No
 
 
 def test_a_short_prompt_grows_into_its_block(owners: BlockOwners) -> None:
-    owners.begin(1, packed(1, 2), ANN)
-    owners.begin(2, packed(8), BOB)
+    owners.begin(1, array("I", packed(1, 2)), ANN)
+    owners.begin(2, array("I", packed(8)), BOB)
     assert owners.of(11, FIRST) == ANN
-    owners.begin(3, OTHER, BOB)
+    owners.begin(3, array("I", OTHER), BOB)
     assert owners.of(12, OTHER) == BOB, "a whole block counts more than its beginning"
 
 
 def test_the_model_and_its_adapters_are_told_apart(owners: BlockOwners) -> None:
     tuned = namespace("model", "layout", adapter="tuned")
-    owners.begin(1, FIRST, tuned)
-    owners.begin(2, OTHER, PLAIN)
+    owners.begin(1, array("I", FIRST), tuned)
+    owners.begin(2, array("I", OTHER), PLAIN)
     assert (owners.of(1, FIRST), owners.of(2, OTHER)) == (tuned, PLAIN)
 
 
 def test_memory_is_bounded(owners: BlockOwners, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_KNOWN", 3)
     for number in range(10):
-        owners.begin(number, packed(number, 0, 0, 0), ANN)
+        owners.begin(number, array("I", packed(number, 0, 0, 0)), ANN)
         assert owners.of(number, packed(number, 0, 0, 0)) == ANN
         owners.end(number, float(number))
     assert len(owners._known) == len(owners._hashes) == 3
@@ -100,7 +100,7 @@ def test_memory_is_bounded(owners: BlockOwners, monkeypatch: pytest.MonkeyPatch)
         owners.learn(foreign, FIRST, BOB)
     assert (len(owners._known), owners._hashes) == (3, {})
     assert len(owners._begun) == len(owners._by_block) == len(owners._ended) == 6, "those of the last five seconds"
-    owners.begin(10, packed(9), ANN)
+    owners.begin(10, array("I", packed(9)), ANN)
     owners.end(10, 100.0)
     owners.end(11, 200.0)
     assert (owners._begun, owners._by_block, owners._short) == ({}, {}, {})
@@ -108,12 +108,12 @@ def test_memory_is_bounded(owners: BlockOwners, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_translator_leaves_out_what_is_of_nobody(owners: BlockOwners) -> None:
     translator = FeedTranslator("model", "layout", SIZE, owners)
-    owners.begin(1, FIRST + OTHER, ANN)
+    owners.begin(1, array("I", FIRST + OTHER), ANN)
     tokens = [1, 2, 3, 4, 1, 2, 3, 5]
     (told,) = translator.apply(ForeignBatch(0.0, [ForeignStored([11, 12], None, tokens, SIZE)]))
     assert told == BlocksStored(chain_block_ids(ANN, FIRST + OTHER, SIZE))
     for stream, owner in ((2, BOB), (3, PLAIN)):
-        owners.begin(stream, FIRST, owner)
+        owners.begin(stream, array("I", FIRST), owner)
     stranger = ForeignStored([21, 22], None, tokens, SIZE)
     child = ForeignStored([23], 22, [1, 2, 3, 4], SIZE)
     assert translator.apply(ForeignBatch(0.0, [stranger, child])) == []
@@ -134,7 +134,7 @@ def test_no_block_is_ever_given_to_another_tenant(steps: list[tuple[str, int, by
         now += 1.0
         if step == "begin":
             first = packed(number % 2, 0, 0, 0)
-            owners.begin(stream, first, owner)
+            owners.begin(stream, array("I", first), owner)
             running[stream] = first, owner
             several = several or owner != PLAIN
         elif running:

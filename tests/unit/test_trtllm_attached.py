@@ -18,7 +18,7 @@ from headwater.engines.base import Placement
 from headwater.engines.conformance import SIZES, prompt_of
 from headwater.engines.trtllm_words import adapter_number, choice_regex, priority_of
 from headwater.errors import ConfigError, InvalidRequest, WorkerLost
-from headwater.kv.identity import namespace
+from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.protocol.request import EngineRequest, SamplingParams, StructuredSpec
 from headwater.runtime.conformance import eventually
 from trtllm_double import CompletionRequest, TrtllmDouble
@@ -271,6 +271,26 @@ def test_requests_for_an_adapter_need_no_salt_of_ours(play: Callable[[Scenario],
             bench.engine.submit([bench.request(prompt_of(20), adapter="tuned", namespace=tenants)])
             await eventually(lambda: bench.recorder.ended(2), "it is refused")
             assert bench.recorder.error(2).param == "cache_salt"
+
+    play(scenario)
+
+
+def test_blocks_of_an_adapter_are_not_taken_for_the_models_own(play: Callable[[Scenario], None]) -> None:
+    """Events name no adapters."""
+
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached(attach_adapters=("tuned=/adapters/tuned",)) as bench:
+            card, prompt = bench.info.card, prompt_of(100)
+            tuned, own = (namespace(card.fingerprint, card.kv_layout, adapter=name) for name in ("tuned", ""))
+            ids = {key: chain_block_ids(key, array("I", prompt).tobytes(), card.block_size) for key in (tuned, own)}
+            resident = bench.recorder.resident
+            await bench.run(bench.request(prompt, 1, adapter="tuned", namespace=tuned))
+            await eventually(lambda: all(one in resident for one in split_block_ids(ids[tuned])), "it is told of")
+            assert len(resident) == 6
+            await bench.run(bench.request(prompt, 1))
+            await eventually(lambda: all(one in resident for one in split_block_ids(ids[own])), "it is told of")
+            assert len(resident) == 12
+            assert [bench.recorder.outputs[stream][0].num_cached_tokens for stream in (1, 2)] == [0, 0]
 
     play(scenario)
 

@@ -37,6 +37,7 @@ from headwater.engines.external import OpenStream
 from headwater.engines.gathered import Gathered
 from headwater.engines.kv_feed.draining import Draining, ReaderLock
 from headwater.engines.kv_feed.following import Following
+from headwater.engines.kv_feed.owners import BlockOwners
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
 from headwater.engines.limits import num_resumed
@@ -74,6 +75,7 @@ class AttachedEngine(PacedEngine):
         self._tokens: TokenDialect | None = None
         self._found: Description | None = None
         self._following: Following | Draining | None = None
+        self._owners: BlockOwners | None = None
         self._adapters = _adapters(config.attach_adapters)
         self._publishes = _own_part("--attach-kv-events", config.attach_kv_events, placement.index)
         self._answers: dict[int, asyncio.Task[None]] = {}
@@ -136,7 +138,9 @@ class AttachedEngine(PacedEngine):
     def _follow_events(self, server: Server, card: ModelCard, found: Description) -> None:
         if found.block_size is None:
             return
-        translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
+        if found.drained is not None:
+            self._owners = BlockOwners(card.block_size, namespace(card.fingerprint, card.kv_layout))
+        translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size, self._owners)
         feeds = [FeedAddress(self._publishes)] if self._publishes is not None else found.feeds
         if feeds:
             self._following = Following(self._address.url, feeds, translator, self.tell)
@@ -187,24 +191,27 @@ class AttachedEngine(PacedEngine):
     ) -> None:
         request = stream.request
         num_resumed(request)  # refuses what is complete
-        salt = salt_of(request.namespace, self._own_namespace(request.adapter))
+        own = self._own_namespace(request.adapter)
+        salt = salt_of(request.namespace, own)
         if isinstance(self._following, Draining):
             self._following.wake()
-        if request.export is not None:
-            hands = _hands_over(dialect)
-            asked = hands.prefill(model, request, tokens, salt)
-            self._answer(request.stream, exchanges.prefill(hands, request, asked, request.export.hold_s))
-            return
 
         def ask(request: EngineRequest, cached: int | None) -> tuple[Asked, Answer]:
             return dialect.request(model, request, tokens, salt), Answer(dialect.reader(request), cached)
 
-        first = ask(request, self._expected_cached(stream) if self._following else None)
-        if not request.ticket:
-            self._answer(request.stream, exchanges.stream(request, *first))
-        else:
+        cached = self._expected_cached(stream) if self._following else None
+        if request.export is not None:
+            hands = _hands_over(dialect)
+            asked = hands.prefill(model, request, tokens, salt)
+            work = exchanges.prefill(hands, request, asked, request.export.hold_s)
+        elif request.ticket:
             again = partial(ask, msgspec.structs.replace(request, ticket=b""), None)
-            self._answer(request.stream, exchanges.stream_with_ticket(request, *first, again))
+            work = exchanges.stream_with_ticket(request, *ask(request, cached), again)
+        else:
+            work = exchanges.stream(request, *ask(request, cached))
+        if self._owners is not None:
+            self._owners.begin(request.stream, tokens, request.namespace or own)
+        self._answer(request.stream, work)
 
     def _own_namespace(self, adapter: str | None) -> bytes:
         """That the server keeps by itself."""
@@ -243,6 +250,8 @@ class AttachedEngine(PacedEngine):
     def _answered(self, number: int, task: "asyncio.Task[None]") -> None:
         if self._answers.get(number) is task:
             del self._answers[number]
+        if self._owners is not None:
+            self._owners.end(number, asyncio.get_running_loop().time())
         if task.cancelled():
             return
         error = task.exception()

@@ -5,10 +5,10 @@ Requests of several namespaces may begin alike; each of them has a hash of its o
 none yet is meant. Where two have none, nobody gets the block: no tenant is told of what may be another one's.
 """
 
+from array import array
 from collections import OrderedDict, deque
 
 from headwater.engines.kv_feed.wire import ForeignHash
-from headwater.types import TOKEN_ID_BYTES
 
 _LINGER_S = 5.0
 """Blocks may be told of so long after their request has ended."""
@@ -19,7 +19,7 @@ class BlockOwners:
     """`now`: seconds of any clock that does not go back."""
 
     def __init__(self, block_size: int, default: bytes) -> None:
-        self._block_bytes = block_size * TOKEN_ID_BYTES
+        self._block_size = block_size
         self._only: bytes | None = default
         """The namespace of all requests so far; None once there were several."""
         self._begun: dict[int, tuple[bytes, bytes]] = {}
@@ -30,13 +30,13 @@ class BlockOwners:
         self._known: OrderedDict[ForeignHash, tuple[bytes, bytes]] = OrderedDict()
         self._hashes: dict[tuple[bytes, bytes], ForeignHash] = {}
 
-    def begin(self, stream: int, tokens: bytes, namespace: bytes) -> None:
+    def begin(self, stream: int, tokens: "array[int]", namespace: bytes) -> None:
         """The engine is given this prompt."""
         if namespace != self._only:
             self._only = None
-        first = tokens[: self._block_bytes]
+        first = tokens[: self._block_size].tobytes()
         self._begun[stream] = first, namespace
-        if len(first) == self._block_bytes:
+        if len(tokens) >= self._block_size:
             self._by_block.setdefault(first, {})[stream] = namespace
         else:
             self._short[stream] = first, namespace

@@ -135,7 +135,7 @@ class TrtllmEngine(ExternalEngine):
         request, number = stream.request, stream.request.stream
         result, work = self._begin(request, tokens.tolist())
         if self._owners is not None:
-            self._owners.begin(number, tokens.tobytes(), request.namespace or self._own_namespace(request.adapter))
+            self._owners.begin(number, tokens, request.namespace or self._own_namespace(request.adapter))
         task = asyncio.get_running_loop().create_task(self._until_told(number, work))
         self._results[number] = (result, task)
         if self._draining_events is not None:
