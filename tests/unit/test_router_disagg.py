@@ -52,9 +52,7 @@ def test_a_decode_worker_has_its_prompts_computed_elsewhere() -> None:
     assert choice.remote
     assert choice.reason == "the plan"
     assert len(choice.options) == 3
-    assert choice.chosen.total_ms == pytest.approx(
-        choice.chosen.own_ms + choice.chosen.handoff_ms + choice.chosen.inflicted_ms
-    )
+    assert choice.chosen.total_ms == pytest.approx(sum(choice.chosen.price))
 
 
 def test_the_idle_prefill_worker_is_chosen() -> None:
@@ -158,7 +156,7 @@ def test_a_request_says_what_its_prompt_would_cost_where_it_decodes() -> None:
     prefills.name(choice, [request])
     assert request.prefill is not None
     assert request.prefill.here_ms == choice.options[0].total_ms > 0
-    assert request.prefill.expected_ms == choice.chosen.own_ms + choice.chosen.handoff_ms
+    assert request.prefill.expected_ms == choice.chosen.price.own_ms + choice.chosen.price.handoff_ms
 
 
 def test_unknown_modes_are_refused() -> None:

@@ -99,3 +99,10 @@ def test_profiles_lie_between_the_two_ends() -> None:
     assert FIRST_TOKEN.own_decode < profile(0.5).own_decode < END_TO_END.own_decode
     with pytest.raises(ConfigError, match="from 0 to 1"):
         profile(1.5)
+
+
+def test_where_no_prompt_was_computed_nobody_waits_for_those_of_successors() -> None:
+    placement = Placement(1000, 1, 100.0, 0.0, 0)
+    decodes_only, computes = Busy(0, 0.0, 0, 20, 20_000, 0, 1.0), Busy(0, 0.0, 0, 20, 20_000, 20_000, 1.0)
+    assert price(UNKNOWN, END_TO_END, decodes_only, placement, 1000).successors == 0.0
+    assert price(UNKNOWN, END_TO_END, computes, placement, 1000).successors > 0.0

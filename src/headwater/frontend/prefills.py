@@ -56,7 +56,7 @@ class Prefills:
         return RemotePrefill(
             worker.worker_id,
             worker.instance.request_address,
-            expected_ms=option.own_ms + option.handoff_ms,
+            expected_ms=option.price.own_ms + option.price.handoff_ms,
             expected_cached_tokens=option.cached_tokens,
             frontend_id=self._view.frontend_id,
             bootstrap=worker.instance.bootstrap,

@@ -7,6 +7,7 @@ from headwater.perf.curve import StepCurve
 from headwater.perf.model import StepShape
 from headwater.router.disagg import HIDDEN_PARTS as HIDDEN_PARTS
 from headwater.router.disagg import NOTICE_MS as NOTICE_MS
+from headwater.router.price import StepCosts
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class WorkerModel:
     @cached_property
     def tables(self) -> "StepTables":
         """Worked out where it is simulated: a frontend that only passes models on never needs them."""
-        return StepTables.of(self.curve, self.chunk_tokens + self.max_num_seqs)
+        return StepTables.of(self.curve, self.chunk_tokens, self.max_num_seqs)
 
     @cached_property
     def transfer_token_ms(self) -> float:
@@ -38,17 +39,24 @@ class WorkerModel:
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """A curve, looked up by whole tokens, and the straight line that prices use."""
+    """A curve, looked up by whole tokens, and the straight lines that prices use."""
 
     shared: tuple[float, ...]
-    chunk_ms: float
-    """Of a step that prefills, whatever its size."""
-    token_ms: float
+    costs: StepCosts
 
     @classmethod
-    def of(cls, curve: StepCurve, most_tokens: int) -> "StepTables":
+    def of(cls, curve: StepCurve, chunk_tokens: int, max_num_seqs: int) -> "StepTables":
+        most_tokens = chunk_tokens + max_num_seqs
         shared = tuple(curve.shared_ms(tokens) for tokens in range(most_tokens + 2))
         full = StepShape(most_tokens, 0.0)
         least = StepShape(1.0, 0.0)
-        token_ms = (curve.step_ms(full) - curve.step_ms(least)) / max(1, most_tokens - 1)
-        return cls(shared, curve.step_ms(least), token_ms)
+        costs = StepCosts(
+            prefill_step_ms=curve.step_ms(least),
+            prefill_token_ms=(curve.step_ms(full) - curve.step_ms(least)) / max(1, most_tokens - 1),
+            prefill_pair_ms=curve.prefill_pair_ms,
+            decode_step_ms=shared[1] + curve.decode_ms,
+            decode_sequence_ms=curve.decode_sequence_ms + (shared[max_num_seqs] - shared[0]) / max_num_seqs,
+            decode_context_token_ms=curve.decode_context_token_ms,
+            chunk_tokens=chunk_tokens,
+        )
+        return cls(shared, costs)

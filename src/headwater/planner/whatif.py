@@ -2,7 +2,9 @@
 
 One engine step is one event, and decode steps between arrivals and ends are taken at once. Decodes go first, prompts
 follow in order of arrival in chunks, long ones lending half of a step to shorter ones, as the production scheduler
-does it. Placement is by a price like the router's, taken apart into who prefills and who decodes.
+does it. Placement is by the router's own prices (`headwater.router.price`, then `headwater.router.disagg`), of what a
+router would know of these workers, with two additions: a worker that is full costs the wait for room, and one whose
+prompts are computed elsewhere is priced as if this one were there already.
 
 A remote prefill: the decode worker reserves room for the whole sequence before the request is sent to the prefill
 worker; that one keeps its blocks until the transfer ends. What finds no room waits at the decode worker in order.
@@ -21,16 +23,8 @@ from headwater.planner.plan import RolePlan
 from headwater.planner.pool import HIDDEN_PARTS, NOTICE_MS, WorkerModel
 from headwater.planner.worker import Item, Worker
 from headwater.planner.worker import Job as Job
-
-OWN_DECODE = 0.5
-STALL = 0.4
-STALL_DECODING = 0.15
-SLOW_DOWN = 0.5
-WORKER_TIME = 1.0
-"""Of a price with fewer parts than `headwater.router.price`, which weighs churn, crowds and successors too; what
-`bench/disagg_study.py` measured, it measured with these."""
-LOOSE_STALL = 1.0
-"""Per decode that a prefill outside the plan holds up: here the whole of its delay counts."""
+from headwater.router.disagg import price_elsewhere, price_here
+from headwater.router.price import END_TO_END, Placement, totals
 
 
 @dataclass(slots=True)
@@ -81,10 +75,9 @@ class FastCluster:
         """From now on. What is under way ends where it is."""
         self.plan = plan
         workers = list(zip(self._workers, plan.roles, strict=True))
-        self._local = [worker for worker, role in workers if role == "both" or plan.loose]
         self._prefillers = [worker for worker, role in workers if role == "prefill"]
         self._decoders = [worker for worker, role in workers if role != "prefill"]
-        self._both = {worker.number for worker, role in workers if role == "both"}
+        self._decode_only = {worker for worker, role in workers if role == "decode"}
 
     def set_expected_output(self, tokens: float) -> None:
         self._expected_output = tokens
@@ -162,6 +155,7 @@ class FastCluster:
         outcomes.remote.append(prefiller is not decoder)
         item.prefiller, item.decoder = prefiller, decoder
         if prefiller is decoder:
+            prefiller.kv_tokens += item.left
             self._enqueue(prefiller, item, now)
             return
         decoder.expected += 1
@@ -173,73 +167,38 @@ class FastCluster:
             self._enqueue(prefiller, item, now)
 
     def _place(self, item: Item) -> tuple[Worker, Worker]:
-        """Who prefills and who decodes, by price."""
-        best: tuple[Worker, Worker] | None = None
-        least = inf
-        for worker in self._local:
-            total = self._local_price(worker, item)
-            if total < least:
-                least, best = total, (worker, worker)
-        if self._prefillers:
-            prefiller, first_ms = self._best_prefiller(item)
-            decoder, decode_ms = self._best_decoder(item)
-            if first_ms + decode_ms < least:
-                best = prefiller, decoder
-        # After a change of roles, when all who may decode still prefill for others.
-        return best or min([(worker, worker) for worker in self._decoders], key=lambda pair: pair[0].backlog_tokens)
+        """Who prefills and who decodes: as the router does it, the decode worker first."""
+        decoder = self._best_decoder(item)
+        if not self._prefillers or decoder.for_others:
+            return decoder, decoder
+        prices = [
+            price_elsewhere(worker.occupancy(), item.left, item.cached, worker.model.transfer_token_ms * item.prompt)
+            for worker in self._prefillers
+        ]
+        there = min(prices, key=sum)
+        here = price_here(decoder.occupancy(), item.left, item.cached)
+        may_choose = self.plan.loose or decoder not in self._decode_only
+        if here.own_ms <= there.handoff_ms or (may_choose and sum(here) <= sum(there)):
+            return decoder, decoder
+        return self._prefillers[prices.index(there)], decoder
 
-    def _local_price(self, worker: Worker, item: Item) -> float:
-        after, added = worker.added_ms(item)
-        decoding, prefilling = worker.num_decoding + worker.expected, worker.num_prefilling
-        sequences = decoding + prefilling
-        step_ms = worker.step_ms(sequences, worker.context)
-        if sequences:
-            after += step_ms * -(-(worker.backlog_tokens + item.left) // worker.chunk)
-        stall = STALL * (STALL_DECODING * decoding + prefilling)
-        if worker.number not in self._both:
-            stall = LOOSE_STALL * decoding + STALL * prefilling
-        total = after + (WORKER_TIME + stall) * added + self._decode_price(worker, item, step_ms, prefilling)
-        if worker.free < item.room:
-            total += self._room_ms(worker, item)
-        return total
-
-    def _decode_price(self, worker: Worker, item: Item, step_ms: float, prefilling: int) -> float:
-        expected = self._expected_output
-        decoding = worker.num_decoding + worker.expected
-        sequences = decoding + prefilling
-        slower = worker.step_ms(sequences + 1, worker.context + item.prompt) - step_ms
-        own = OWN_DECODE * expected * (step_ms + slower)
-        return own + SLOW_DOWN * slower * (expected / 2) * (decoding / 2 + prefilling)
-
-    def _best_prefiller(self, item: Item) -> tuple[Worker, float]:
-        least, best = inf, self._prefillers[0]
-        for worker in self._prefillers:
-            after, added = worker.added_ms(item)
-            link = worker.model.transfer_token_ms * item.prompt
-            total = after + (WORKER_TIME + STALL * worker.num_prefilling) * added
-            total += NOTICE_MS + link / HIDDEN_PARTS + max(0.0, link - added)
-            if worker.num_decoding:
-                total += worker.step_ms(worker.num_decoding, worker.context)
-            if total < least:
-                least, best = total, worker
-        return best, least
-
-    def _best_decoder(self, item: Item) -> tuple[Worker, float]:
-        least, best = inf, self._decoders[0]
-        for worker in self._decoders:
-            if worker.for_others:
-                continue
-            prefilling = worker.num_prefilling
-            sequences = worker.num_decoding + worker.expected + prefilling
-            total = self._decode_price(worker, item, worker.step_ms(sequences, worker.context), prefilling)
-            if worker.pending or worker.free < item.room:
-                total += self._room_ms(worker, item)
-            if total < least:
-                least, best = total, worker
-        return best, least
+    def _best_decoder(self, item: Item) -> Worker:
+        """By the router's price: of a worker that has its prompts computed elsewhere, as if this one were there."""
+        # After a change of roles all who may decode may still prefill for others.
+        workers = [worker for worker in self._decoders if not worker.for_others] or self._decoders
+        occupied = [worker.occupancy() for worker in workers]
+        crowd = sorted([one.num_prefilling + one.num_decoding for one in occupied])[(len(workers) - 1) // 2]
+        placement = Placement(item.prompt, 1, self._expected_output, 0.0, crowd)
+        remote = self._decode_only if self._prefillers else ()
+        cached = [item.prompt if worker in remote else item.cached for worker in workers]
+        prices = totals(END_TO_END, occupied, placement, cached)
+        whole = [price + self._room_ms(worker, item) for price, worker in zip(prices, workers, strict=True)]
+        return workers[whole.index(min(whole))]
 
     def _room_ms(self, worker: Worker, item: Item) -> float:
         """About how long it waits for room: those before it leave at the pace the worker ends sequences at."""
+        if not worker.pending and worker.free >= item.room:
+            return 0.0
         missing = item.room - worker.free + sum([other.room for other in worker.pending])
         held = max(1, worker.model.kv_tokens)
         step_ms = worker.step_ms(max(1, worker.num_decoding), worker.context)
@@ -378,6 +337,8 @@ class FastCluster:
         worker.num_decoding -= 1
         worker.context -= item.prompt + item.output
         worker.free += item.room
+        if item.prefiller is worker:
+            worker.kv_tokens -= item.prompt - item.cached
         first, started, outcomes = self._first[number], self._started[number], self.outcomes
         outcomes.ttft_ms[number] = first - started
         outcomes.tpot_ms[number] = (now - first) / (item.output - 1) if item.output > 1 else 0.0

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import inf
 
 from headwater.planner.pool import WorkerModel
+from headwater.router.price import Occupancy, prefill_pairs
 
 _MAX_PIECES = 64
 
@@ -33,7 +34,7 @@ class Item:
         self.cached = min(job.cached_tokens, job.prompt_tokens - 1)
         self.output = job.output_tokens
         self.left = self.prompt - self.cached
-        self.pairs = self.left * (self.cached + (self.left + 1) / 2)
+        self.pairs = prefill_pairs(self.left, self.cached)
         self.room = self.prompt + self.output
         self.started = 0.0
 
@@ -50,7 +51,7 @@ class Worker:
         self.prefill_token_ms, self.prefill_pair_ms = curve.prefill_token_ms, curve.prefill_pair_ms
         self.decode_ms = curve.decode_ms
         self.decode_sequence_ms, self.decode_context_ms = curve.decode_sequence_ms, curve.decode_context_token_ms
-        self.chunk_ms, self.token_ms = tables.chunk_ms, tables.token_ms
+        self.costs = tables.costs
         self.chunk, self.most = model.chunk_tokens, model.max_num_seqs
         self.free = model.kv_tokens
         self.waiting: deque[Item] = deque()
@@ -71,6 +72,8 @@ class Worker:
         self.backlog_tokens = 0
         self.backlog_pairs = 0.0
         self.num_prefilling = 0
+        self.kv_tokens = 0
+        """Of prompts computed here, of the sequences that have not ended."""
         self.ends = inf
         self.began = 0.0
         self.leap = 0
@@ -84,15 +87,22 @@ class Worker:
         shared = self.shared[min(sequences, len(self.shared) - 1)]
         return shared + self.decode_ms + self.decode_sequence_ms * sequences + self.decode_context_ms * context
 
-    def added_ms(self, item: Item) -> tuple[float, float]:
-        """(time until it is prefilled, what of that is its own)."""
-        backlog = self.backlog_tokens
-        before = -(-backlog // self.chunk) * self.chunk_ms if backlog else 0.0
-        before += self.token_ms * backlog + self.prefill_pair_ms * self.backlog_pairs
-        tokens = backlog + item.left
-        after = -(-tokens // self.chunk) * self.chunk_ms + self.token_ms * tokens
-        after += self.prefill_pair_ms * (self.backlog_pairs + item.pairs)
-        return after, after - before
+    def occupancy(self) -> Occupancy:
+        """What a router knows of it."""
+        costs, decoding, prefilling = self.costs, self.num_decoding + self.expected, self.num_prefilling
+        return Occupancy(
+            costs,
+            self.backlog_tokens,
+            self.backlog_pairs,
+            prefilling,
+            decoding,
+            self.context,
+            self.kv_tokens,
+            1.0,
+            costs.prefill_ms(self.backlog_tokens, self.backlog_pairs),
+            self.step_ms(decoding + prefilling, self.context),
+            costs.prefills_ms(decoding + prefilling, self.kv_tokens),
+        )
 
     def choose(self, now: float) -> list[tuple[Item, int]]:
         """Who prefills how many tokens in the next step."""

@@ -19,10 +19,10 @@ decode worker whose engine works in pairs computes no prompt, whatever is asked 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from headwater.errors import ConfigError
-from headwater.router.price import UNKNOWN, Occupancy, prefill_pairs
+from headwater.router.price import Occupancy, prefill_pairs
 from headwater.router.request import RouteRequest
 from headwater.router.view import WorkerView
 
@@ -53,21 +53,27 @@ class DisaggSettings:
             raise ConfigError(f"no way to decide is called {self.mode!r}", hint=f"one of {', '.join(MODES)}")
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillOption:
-    """One place where the prompt could be computed. The parts, in ms, add up to the total."""
+class PrefillPrice(NamedTuple):
+    """What it costs to compute a prompt somewhere. The parts, in ms, add up to the total."""
 
-    worker_id: str
     own_ms: float
     """Until it is computed: waiting included."""
     handoff_ms: float
     inflicted_ms: float
     """On those that wait or decode there."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOption:
+    """One place where the prompt could be computed."""
+
+    worker_id: str
+    price: PrefillPrice
     cached_tokens: int
 
     @property
     def total_ms(self) -> float:
-        return self.own_ms + self.handoff_ms + self.inflicted_ms
+        return sum(self.price)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +95,7 @@ class PrefillChoice:
             "options": [
                 {
                     "worker_id": option.worker_id,
-                    "own_ms": round(option.own_ms, 3),
-                    "handoff_ms": round(option.handoff_ms, 3),
-                    "inflicted_ms": round(option.inflicted_ms, 3),
+                    **{name: round(part_ms, 3) for name, part_ms in option.price._asdict().items()},
                     "cached_tokens": option.cached_tokens,
                 }
                 for option in self.options
@@ -132,7 +136,7 @@ def _decide(
             return left >= settings.threshold_tokens, f"{left} tokens to compute, threshold {settings.threshold_tokens}"
         case _:
             pass
-    if here.own_ms <= there.handoff_ms:
+    if here.price.own_ms <= there.price.handoff_ms:
         return False, "computing what is left takes no longer than a hand-off"
     cheaper = there.total_ms < here.total_ms
     if decoder.instance.role == "both" or loose:
@@ -143,32 +147,48 @@ def _decide(
 
 
 def _local(request: RouteRequest, worker: WorkerView) -> PrefillOption:
-    occupied = worker.occupied or worker.occupy()
-    after, added, cached = _times(request, worker, occupied)
-    chunks = -(-(occupied.booked_prefill_tokens + request.num_prompt_tokens - cached) // occupied.costs.chunk_tokens)
-    waiting = occupied.step_ms * chunks if occupied.num_decoding or occupied.num_prefilling else 0.0
-    inflicted = added * (occupied.num_decoding + _STALL_WAITING * occupied.num_prefilling)
-    return PrefillOption(worker.worker_id, after + waiting, 0.0, inflicted, cached)
+    cached = _cached_tokens(request, worker)
+    price = price_here(worker.occupied or worker.occupy(), request.num_prompt_tokens - cached, cached)
+    return PrefillOption(worker.worker_id, price, cached)
 
 
 def _remote(settings: DisaggSettings, request: RouteRequest, decoder: WorkerView, worker: WorkerView) -> PrefillOption:
-    occupied = worker.occupied or worker.occupy()
-    after, added, cached = _times(request, worker, occupied)
-    if occupied.num_decoding:
-        after += occupied.step_ms
+    cached = _cached_tokens(request, worker)
     missing = request.num_prompt_tokens - request.cached_tokens.get(decoder.worker_id, 0)
     moved_ms = missing * decoder.instance.card.kv_bytes_per_token / settings.link_bytes_per_ms
-    handoff = NOTICE_MS + moved_ms / HIDDEN_PARTS + max(0.0, moved_ms - added)
-    inflicted = added * (occupied.num_decoding + _STALL_WAITING * occupied.num_prefilling)
-    return PrefillOption(worker.worker_id, after, handoff, inflicted, cached)
+    price = price_elsewhere(worker.occupied or worker.occupy(), request.num_prompt_tokens - cached, cached, moved_ms)
+    return PrefillOption(worker.worker_id, price, cached)
 
 
-def _times(request: RouteRequest, worker: WorkerView, occupied: Occupancy) -> tuple[float, float, int]:
-    """(until it is computed, what of that is its own, tokens that are cached)."""
-    costs = worker.costs or UNKNOWN
-    cached = min(request.cached_tokens.get(worker.worker_id, 0), request.num_prompt_tokens - 1)
-    new = request.num_prompt_tokens - cached
-    pairs = occupied.booked_prefill_pairs + prefill_pairs(new, cached)
-    after = costs.prefill_ms(occupied.booked_prefill_tokens + new, pairs)
-    own = after - occupied.backlog_ms
-    return after + (worker.speed_factor - 1.0) * occupied.backlog_ms, own, cached
+def _cached_tokens(request: RouteRequest, worker: WorkerView) -> int:
+    return min(request.cached_tokens.get(worker.worker_id, 0), request.num_prompt_tokens - 1)
+
+
+def price_here(occupied: Occupancy, new_tokens: int, cached_tokens: int) -> PrefillPrice:
+    """At the worker that decodes."""
+    own_ms, added_ms, chunks = _times(occupied, new_tokens, cached_tokens)
+    if occupied.num_decoding or occupied.num_prefilling:
+        own_ms += occupied.step_ms * chunks
+    return PrefillPrice(own_ms, 0.0, _inflicted_ms(occupied, added_ms))
+
+
+def price_elsewhere(occupied: Occupancy, new_tokens: int, cached_tokens: int, moved_ms: float) -> PrefillPrice:
+    """At another worker, from which what is moved then takes so long."""
+    own_ms, added_ms, _ = _times(occupied, new_tokens, cached_tokens)
+    if occupied.num_decoding:
+        own_ms += occupied.step_ms
+    handoff_ms = NOTICE_MS + moved_ms / HIDDEN_PARTS + max(0.0, moved_ms - added_ms)
+    return PrefillPrice(own_ms, handoff_ms, _inflicted_ms(occupied, added_ms))
+
+
+def _times(occupied: Occupancy, new_tokens: int, cached_tokens: int) -> tuple[float, float, int]:
+    """(until it is computed, what of that is its own, steps until then)."""
+    costs = occupied.costs
+    tokens = occupied.booked_prefill_tokens + new_tokens
+    after = costs.prefill_ms(tokens, occupied.booked_prefill_pairs + prefill_pairs(new_tokens, cached_tokens))
+    waited_longer = (occupied.speed_factor - 1.0) * occupied.backlog_ms
+    return after + waited_longer, after - occupied.backlog_ms, -(-tokens // costs.chunk_tokens)
+
+
+def _inflicted_ms(occupied: Occupancy, added_ms: float) -> float:
+    return added_ms * (occupied.num_decoding + _STALL_WAITING * occupied.num_prefilling)

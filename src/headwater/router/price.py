@@ -121,8 +121,9 @@ class StepCosts:
         return steps * self.prefill_step_ms + self.prefill_token_ms * tokens + self.prefill_pair_ms * pairs
 
     def prefills_ms(self, prompts: int, tokens: int) -> float:
-        """Time of so many prefills of so many tokens together, but for what grows with context."""
-        return self.prefill_step_ms * prompts + self.prefill_token_ms * tokens
+        """Time of so many prefills of so many tokens together, but for what grows with context. None are none: the
+        prompts were computed elsewhere."""
+        return self.prefill_step_ms * prompts + self.prefill_token_ms * tokens if tokens else 0.0
 
     def decode_ms(self, sequences: float, context_tokens: float) -> float:
         return self.decode_step_ms + self.decode_sequence_ms * sequences + self.decode_context_token_ms * context_tokens

@@ -55,16 +55,25 @@ def test_a_split_moves_the_prompt_and_decodes_elsewhere() -> None:
     assert decoding.prefill_ms == 0.0
 
 
+SLOW_LINK = model(link_bytes_per_ms=1e7 / 80, kv_bytes_per_token=1e4)
+"""80 ms for a prompt of 1,000 tokens, which is computed in 57."""
+
+
 def test_a_slow_link_shows_once_it_is_slower_than_computing() -> None:
-    worker = model(link_bytes_per_ms=1e4, kv_bytes_per_token=1e4)
-    outcomes = FastCluster([worker, worker], SPLIT, 10).run([Job(0.0, 1000, 11)])
-    assert outcomes.ttft_ms[0] == pytest.approx(1000.0 + NOTICE_MS)
+    outcomes = FastCluster([SLOW_LINK, SLOW_LINK], SPLIT, 10).run([Job(0.0, 1000, 11)])
+    assert outcomes.ttft_ms[0] == pytest.approx(80.0 + NOTICE_MS)
 
 
 def test_transfers_out_of_one_worker_share_its_link() -> None:
+    outcomes = FastCluster([SLOW_LINK, SLOW_LINK], SPLIT, 10).run([Job(0.0, 1000, 11)] * 2)
+    assert outcomes.ttft_ms[1] == pytest.approx(160.0 + NOTICE_MS)
+
+
+def test_a_prompt_is_computed_where_it_decodes_when_that_takes_no_longer_than_the_hand_off() -> None:
     worker = model(link_bytes_per_ms=1e4, kv_bytes_per_token=1e4)
-    outcomes = FastCluster([worker, worker], SPLIT, 10).run([Job(0.0, 1000, 11)] * 2)
-    assert outcomes.ttft_ms[1] == pytest.approx(2000.0 + NOTICE_MS)
+    outcomes = FastCluster([worker, worker], SPLIT, 10).run([Job(0.0, 1000, 11)])
+    assert outcomes.remote == [False]
+    assert outcomes.ttft_ms[0] == pytest.approx(step_ms(1000, 1000 * 1001 / 2))
 
 
 def test_who_comes_during_a_decode_step_waits_for_its_end() -> None:
