@@ -1,5 +1,6 @@
 """A worker whose engine goes to the node's store by itself, as vLLM does: the cluster knows what the store has."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,11 @@ from headwater.kv.identity import chain_block_ids, namespace
 from headwater.kv.index import block_keys
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.store import Piece
+from headwater.kv.pricing import ComputeRate
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored
 from headwater.router.residency import Residency
 from headwater.runtime.conformance import eventually, run_leak_checked
+from headwater.tiers import followed
 from headwater.types import Tier, WorkerId
 from kv_process import client_of, store_process
 
@@ -31,7 +34,9 @@ class OwnStore(MockerEngine):
 
     async def start(self, listener: EngineListener, progress: ProgressSink) -> EngineInfo:
         self.told = listener
-        return replace(await super().start(listener, progress), store=True)
+        info = await super().start(listener, progress)
+        self.card = info.card
+        return replace(info, store=True)
 
 
 @pytest.fixture
@@ -93,6 +98,41 @@ def test_routers_are_told_what_the_store_has(run_folder: Path, engine: OwnStore)
             store.kill()
             await eventually(lambda: saved(worker) == 0, "a store that is gone has nothing", 10)
             assert (await worker.run(ASKED))[0], "and nobody waits for it"
+
+    flags = ("--disk", f"{run_folder}/tier:16MiB", "--admission", "all", "--min-block", "4KiB")
+    with store_process(path, *flags) as store:
+        run_leak_checked(check())
+
+
+def test_routers_are_told_what_loads_take_and_the_store_what_computing_costs(
+    run_folder: Path, engine: OwnStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run_folder / "kv.sock"
+    monkeypatch.setattr(followed, "_ASK_S", 0.05)
+    told: list[tuple[Family, ComputeRate]] = []
+    describe = StoreClient.describe
+
+    async def noted(client: StoreClient, family: Family, rate: ComputeRate) -> None:
+        told.append((family, rate))
+        await describe(client, family, rate)
+
+    monkeypatch.setattr(StoreClient, "describe", noted)
+
+    async def check() -> None:
+        async with client_of(path) as client, workers({"w": engine}, kv_socket=path) as cluster:
+            worker, card = cluster["w"], engine.card
+            own = CHAIN.family
+            family = msgspec.structs.replace(own, model=card.fingerprint)
+            await offered(client, CHAIN._replace(family=family))
+            await eventually(lambda: worker.stored.token_ms.keys() == {"host", "disk"}, "tiers are priced", 10)
+            per_mib = (await client.status()).tiers[1].load_ms_per_mib
+            assert worker.stored.token_ms["disk"] == pytest.approx(per_mib * PAYLOAD / 16 / (1 << 20))
+            assert worker.stored.token_ms["host"] < worker.stored.token_ms["disk"]
+            assert {one for one, _ in told} == {family}, "of this model alone"
+            assert all(rate.block_tokens == 16 and rate.token_ms > 0 for _, rate in told)
+            store.kill()
+            await asyncio.sleep(0.2)
+            assert worker.stored.token_ms, "a store that is gone changes nothing of that"
 
     flags = ("--disk", f"{run_folder}/tier:16MiB", "--admission", "all", "--min-block", "4KiB")
     with store_process(path, *flags) as store:

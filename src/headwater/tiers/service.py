@@ -7,6 +7,7 @@ itself is left to do so: here the cluster is told what the store has, and the st
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,7 @@ from headwater.protocol.events import (
 )
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.tiers.chains import Chains
+from headwater.tiers.followed import Followed
 from headwater.tiers.offload import Offloader
 from headwater.tiers.onload import Onloader, Submit
 from headwater.types import Tier
@@ -60,6 +62,7 @@ class KvTiers:
         self._chains: Chains | None = None
         self._onloader: Onloader | None = None
         self._offloader: Offloader | None = None
+        self._followed: Followed | None = None
 
     async def start(self, info: EngineInfo, submit: Submit, patience_s: float = 2.0) -> None:
         """Connect. Without a store, or with an engine that has nothing to give it, everything goes on as without.
@@ -75,6 +78,8 @@ class KvTiers:
         if self._client.problem:
             _log.warning("going on without a KV store until there is one: %s", self._client.problem)
         if port is None or info.store:
+            self._followed = Followed(self._client, info.card, partial(self._rate, info.card.block_size))
+            self._followed.start()
             return
         self._chunk_tokens = max(1, info.max_num_batched_tokens)
         self._chains = Chains(info.card, port.blocks.block_bytes)
@@ -115,6 +120,8 @@ class KvTiers:
 
     def counts(self) -> StoreCounts | None:
         onloader, offloader = self._onloader, self._offloader
+        if self._followed is not None:
+            return self._followed.counts()
         if onloader is None or offloader is None:
             return None
         dropped = offloader.num_dropped + self._client.num_offers_dropped
@@ -131,7 +138,7 @@ class KvTiers:
 
     async def close(self) -> None:
         """To be called before the engine is closed: nothing touches its memory afterwards."""
-        for part in (self._onloader, self._offloader):
+        for part in (self._onloader, self._offloader, self._followed):
             if part is not None:
                 await part.close()
         if self._describing is not None:
@@ -158,9 +165,12 @@ class KvTiers:
         if len(self._described) > _MAX_DESCRIBED:
             self._described.clear()
         self._described[family] = now
-        _, _, token_ms, pair_ms, *_ = self._steps.coefficients
-        rate = ComputeRate(token_ms, pair_ms, self._chains.block_tokens)
+        rate = self._rate(self._chains.block_tokens)
         self._describing = asyncio.create_task(self._client.describe(family, rate))
+
+    def _rate(self, block_tokens: int) -> ComputeRate:
+        _, _, token_ms, pair_ms, *_ = self._steps.coefficients
+        return ComputeRate(token_ms, pair_ms, block_tokens)
 
     def _on_tier_events(self, events: Sequence[TierEvent]) -> None:
         self._publish(
