@@ -34,7 +34,7 @@ from headwater.kv.block import ROOT, Block, Family
 from headwater.kv.lifecycle import Ledger, Refusal, Rules
 from headwater.kv.node import wire as kv_wire_messages
 from headwater.kv.policies import make_policy
-from headwater.kv.shares import OTHERS, Shares
+from headwater.kv.shares import Shares
 from headwater.kv.space import Space
 from headwater.kv.stores.disk_files import DiskFiles, Manifest
 from headwater.kv.stores.object.ledger import Ledger as ObjectLedger
@@ -227,7 +227,8 @@ def kv_object(data: bytes) -> None:
         decode_header(shape, data[-16:], data)
     ledger = ObjectLedger()
     ledger.merge(data)
-    assert ledger.used_bytes == sum(owned.num_bytes for _, owned in ledger.oldest(OTHERS))
+    ledger.regroup()
+    assert ledger.used_bytes == sum(owned.num_bytes for _, owned in ledger.written_before(float("inf")))
 
 
 def media_url(data: bytes) -> None:
@@ -267,9 +268,11 @@ def _kv_run() -> bytes:
 
 
 def _kv_ledger() -> bytes:
-    ledger = ObjectLedger()
+    shares = Shares()
+    shares.limit("acme", 0.25)
+    ledger = ObjectLedger(shares)
     for number in range(4):
-        ledger.add(bytes([number]) * 16, Owned(f"runs/{number % 2:032x}/2/", 8192, 5))
+        ledger.add(bytes([number]) * 16, Owned(f"runs/{number % 2:032x}/2/", 8192, 5), ("", "acme")[number % 2])
     return ledger.encode()
 
 
@@ -433,7 +436,7 @@ TARGETS: dict[str, FuzzTarget] = {
     ),
     "kv_disk_index": FuzzTarget(kv_disk_index, [_kv_records()]),
     "kv_disk_manifest": FuzzTarget(
-        kv_disk_manifest, [msgspec.json.encode(Manifest(1, 1 << 20, [_KV_FAMILY, _KV_FAMILY]))]
+        kv_disk_manifest, [msgspec.json.encode(Manifest(1, 1 << 20, [_KV_FAMILY, _KV_FAMILY], {"acme": 0.25}))]
     ),
     "kv_object": FuzzTarget(kv_object, [_kv_run(), _kv_ledger()]),
     "media_url": FuzzTarget(media_url, [b"https://user:x@example.org:443/a?b#c", b"https://[::ffff:7f00:1]/"]),
