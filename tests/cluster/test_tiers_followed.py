@@ -74,6 +74,16 @@ async def offered(client: StoreClient, chain: Piece) -> None:
     assert await client.offer(chain, payloads) == chain.num_blocks
 
 
+async def has_shares(client: StoreClient, expected: dict[str, tuple[float, bool]]) -> None:
+    """Limits of tenants in the host tier, and whether anything there counts as theirs: what is there already follows."""
+    async with asyncio.timeout(20):
+        while True:
+            tenants = (await client.status()).tiers[0].tenants
+            if {one.tenant: (one.limit, one.used_bytes > 0) for one in tenants} == expected:
+                return
+            await asyncio.sleep(0.05)
+
+
 def test_routers_are_told_what_the_store_has(run_folder: Path, engine: OwnStore) -> None:
     path = run_folder / "kv.sock"
 
@@ -152,6 +162,9 @@ def test_the_engine_is_left_to_load_and_the_store_is_told_of_shares(run_folder: 
             host = (await client.status()).tiers[0]
             assert [(one.tenant, one.limit) for one in host.tenants] == [("", 1.0), ("acme", 0.25)]
             assert host.num_blocks == 6, "nor did it offer what the engine has computed"
+            for stream, share in ((2, 0.5), (3, 1.0), (4, 0.125)):
+                await worker.run(msgspec.structs.replace(ASKED, stream=stream, kv_share=share))
+                await has_shares(client, {"": (1.0, True)} if share == 1 else {"": (1.0, False), "acme": (share, True)})
 
     with store_process(path, "--min-block", "4KiB"):
         run_leak_checked(check())
