@@ -75,7 +75,7 @@ async def offered(client: StoreClient, chain: Piece) -> None:
 
 
 async def has_shares(client: StoreClient, expected: dict[str, tuple[float, bool]]) -> None:
-    """Limits of tenants in the host tier, and whether anything there counts as theirs: what is there already follows."""
+    """Limits of tenants in the host tier, and whether anything counts as theirs: what is there already follows."""
     async with asyncio.timeout(20):
         while True:
             tenants = (await client.status()).tiers[0].tenants
