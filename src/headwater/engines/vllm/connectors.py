@@ -47,7 +47,7 @@ def _parts(given: KVTransferConfig | None) -> list[dict[str, Any]]:
     if given is None:
         return []
     if given.kv_connector == _MULTI:
-        return list(given.kv_connector_extra_config["connectors"])
+        return list((given.kv_connector_extra_config or {}).get("connectors", []))
     return [{item.name: getattr(given, item.name) for item in fields(given) if item.name != "engine_id"}]
 
 
