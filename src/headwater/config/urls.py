@@ -8,6 +8,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from headwater.errors import ConfigError
 
+_NO_USER = "a user is not taken from there"
+
 
 def http_url(flag: str, url: str) -> SplitResult:
     """`http://` may be left out. Raises `ConfigError`, which names the flag."""
@@ -15,9 +17,10 @@ def http_url(flag: str, url: str) -> SplitResult:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         reason = _problem(parts)
     except ValueError as error:  # from the parts as well: a port is read when it is asked for
-        raise _refused(flag, url, str(error)) from error
+        reason = _NO_USER if "@" in url else str(error)  # which repeats what it could not read
     if reason:
-        raise _refused(flag, url, reason)
+        shown = url.rpartition("@")[2]
+        raise ConfigError(f"{flag} {shown}: expected something like http://host:8000; {reason}")
     return parts
 
 
@@ -29,10 +32,5 @@ def _problem(parts: SplitResult) -> str:
     if parts.port == 0:
         return "port 0 is nobody's"
     if parts.username is not None:
-        return "a user is not taken from there"
+        return _NO_USER
     return "a path may follow, but no query" if parts.query or parts.fragment else ""
-
-
-def _refused(flag: str, url: str, reason: str) -> ConfigError:
-    shown = url.rpartition("@")[2] if "@" in url else url
-    return ConfigError(f"{flag} {shown}: expected something like http://host:8000; {reason}")

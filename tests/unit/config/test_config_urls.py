@@ -44,7 +44,15 @@ def test_urls_that_are_refused_with_the_flag_and_the_reason(url: str, why: str) 
 
 
 @pytest.mark.parametrize(
-    "url", ["http://me:secret@host", "me:secret@host:99999", "ftp://me:sec@ret@host", "//secret@h"]
+    "url",
+    [
+        "http://me:secret@host",
+        "me:secret@host:99999",
+        "ftp://me:sec@ret@host",
+        "//secret@h",
+        "http://me:secret/1@host",
+        "http://me:secret@h\u2100st",
+    ],
 )
 def test_passwords_are_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
