@@ -72,7 +72,7 @@ class Connection(asyncio.Protocol):
                 _, protocol = await loop.create_connection(cls, target.host, target.port, ssl=context)
         except (OSError, TimeoutError) as error:
             raise WorkerLost(
-                f"cannot connect to {target.host}:{target.port}: {error or 'timed out'}",
+                f"cannot connect to {target.host}:{target.port}: {str(error) or 'timed out'}",
                 hint="start one with `headwater serve`, or name one with --url",
             ) from error
         return protocol

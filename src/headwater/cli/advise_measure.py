@@ -9,7 +9,6 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -20,7 +19,7 @@ from headwater.bench.http_client import Target
 from headwater.bench.load import LoadRun, RequestRecord, RequestShape
 from headwater.bench.report import tpot_s
 from headwater.bench.workload import SyntheticWorkload
-from headwater.cli.http import MAX_BODY_BYTES, Server, error_message
+from headwater.cli.http import Server, error_message
 from headwater.errors import ConfigError, HeadwaterError, Unavailable
 from headwater.planner.objective import Objective
 from headwater.planner.plan import RolePlan, candidates
@@ -77,11 +76,9 @@ def _adaptive_workers(server: Server) -> list[str]:
 
 
 def _set_roles(server: Server, roles: dict[str, Any] | None) -> None:
-    connection, response = server.open("POST", "/admin/plan", {"roles": roles})
-    with closing(connection):
-        body = response.read(MAX_BODY_BYTES)
-    if response.status != 202:
-        raise HeadwaterError(f"roles could not be set: {error_message(body)}")
+    status, answer = server.ask("POST", "/admin/plan", {"roles": roles})
+    if status != 202:
+        raise HeadwaterError(f"roles could not be set: {error_message(answer)}")
     deadline = time.monotonic() + _CHANGE_TIMEOUT_S
     while roles is not None and time.monotonic() < deadline:
         now = {worker["worker_id"]: worker["role"] for worker in server.get_json("/debug/cluster")["workers"]}

@@ -190,7 +190,7 @@ def events_of(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
                 raise WorkerLost("the server sent something that is no event")
             yield event
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise WorkerLost(f"the stream broke: {error or type(error).__name__}") from error
+        raise WorkerLost(f"the stream broke: {str(error) or type(error).__name__}") from error
 
 
 def _take(answer: Answer, event: dict[str, Any]) -> None:

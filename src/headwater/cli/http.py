@@ -33,20 +33,27 @@ class Server:
     def get_json(self, path: str) -> Any:
         """Raises `Unavailable` if nobody answers or the server cannot (5xx), else `HeadwaterError` for what is no
         JSON document with status 200."""
-        connection, response = self.open("GET", path)
-        with closing(connection):
-            body = response.read(MAX_BODY_BYTES)
-        if response.status != http.client.OK:
-            kind = Unavailable if response.status >= http.client.INTERNAL_SERVER_ERROR else HeadwaterError
-            keyless = response.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN)
+        status, body = self.ask("GET", path)
+        if status != http.client.OK:
+            kind = Unavailable if status >= http.client.INTERNAL_SERVER_ERROR else HeadwaterError
+            keyless = status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN)
             raise kind(
-                f"{self.url}{path} answers {response.status}: {error_message(body)}",
+                f"{self.url}{path} answers {status}: {error_message(body)}",
                 hint="give a key with --api-key KEY or HEADWATER_API_KEY" if keyless else None,
             )
         try:
             return json.loads(body)
         except ValueError as error:
             raise HeadwaterError(f"{self.url}{path} does not answer in JSON") from error
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        """Status and body of the answer. Raises `Unavailable` if it does not come, or not to its end."""
+        connection, response = self.open(method, path, body)
+        with closing(connection):
+            try:
+                return response.status, response.read(MAX_BODY_BYTES)
+            except (OSError, http.client.HTTPException) as error:
+                raise self._unanswered(error) from error
 
     def open(
         self, method: str, path: str, body: Any = None
@@ -74,7 +81,7 @@ class Server:
                 hint="SSL_CERT_FILE=ca.pem trusts another authority; --url has to name a host of the certificate",
             )
         return Unavailable(
-            f"no answer from {self.url}: {error or type(error).__name__}",
+            f"no answer from {self.url}: {str(error) or type(error).__name__}",
             hint="start one with `headwater serve`, or name one with --url or --pid",
         )
 

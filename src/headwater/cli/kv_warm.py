@@ -4,12 +4,11 @@ The whole file is read and checked before anything is sent: a mistake in its las
 """
 
 import json
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from headwater.cli.chat import first_model
-from headwater.cli.http import MAX_BODY_BYTES, Server, error_message
+from headwater.cli.http import Server, error_message
 from headwater.errors import ConfigError, StoreError
 
 Prompts = list[tuple[int, dict[str, Any]]]
@@ -33,11 +32,9 @@ def compute(server: Server, prompts: Prompts) -> None:
     for number, request in prompts:
         body = {"model": model, "max_tokens": 1, **request}
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        connection, response = server.open("POST", path, body)
-        with closing(connection):
-            answer = response.read(MAX_BODY_BYTES)
-        if response.status != 200:
-            raise StoreError(f"line {number}: {server.url} answers {response.status}: {error_message(answer)}")
+        status, answer = server.ask("POST", path, body)
+        if status != 200:
+            raise StoreError(f"line {number}: {server.url} answers {status}: {error_message(answer)}")
 
 
 def _request(path: Path, number: int, line: str) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 import argparse
 import json
 import time
-from contextlib import closing
 from typing import Any
 from urllib.parse import quote
 
-from headwater.cli.http import MAX_BODY_BYTES, Server, error_message
+from headwater.cli.http import Server, error_message
 from headwater.cli.parser import seconds
 from headwater.cli.target import add_target, server_of
 from headwater.errors import ConfigError, DeadlineExceeded, HeadwaterError, Unavailable
@@ -45,15 +44,13 @@ def run_change(args: argparse.Namespace, command: str, state: str) -> int:
 
 def tell(server: Server, command: str, worker_id: str, body: dict[str, Any]) -> None:
     """Raises `ConfigError` for a worker that is not there."""
-    connection, response = server.open("POST", f"/admin/{command}/{quote(worker_id)}", body)
-    with closing(connection):
-        answer = response.read(MAX_BODY_BYTES)
-    if response.status == 202:
+    status, answer = server.ask("POST", f"/admin/{command}/{quote(worker_id)}", body)
+    if status == 202:
         return
     message = error_message(answer)
-    if response.status == 400:
+    if status == 400:
         raise ConfigError(message, hint=f"workers here: {', '.join(workers(server)) or 'none'}")
-    raise Unavailable(message) if response.status >= 500 else HeadwaterError(message)
+    raise Unavailable(message) if status >= 500 else HeadwaterError(message)
 
 
 def workers(server: Server) -> dict[str, dict[str, Any]]:

@@ -201,7 +201,7 @@ class Gateway:
         return decoded
 
     def _unavailable(self, error: Exception) -> Unavailable:
-        return Unavailable(f"etcd at {self.address} cannot be reached: {error or type(error).__name__}")
+        return Unavailable(f"etcd at {self.address} cannot be reached: {str(error) or type(error).__name__}")
 
     def _key(self, key: str) -> str:
         return _text((self._prefix + key).encode())
