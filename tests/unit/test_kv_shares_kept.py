@@ -23,6 +23,7 @@ from headwater.kv.stores.base import TierStore
 from headwater.kv.stores.conformance import OTHER, PAYLOAD_BYTES, Run
 from headwater.kv.stores.disk import DiskOptions, DiskTier
 from headwater.kv.stores.ledgered import TierOptions
+from headwater.kv.stores.object import catalogue
 from headwater.kv.stores.object.ledger import Ledger
 from headwater.kv.stores.object.options import ObjectOptions
 from headwater.kv.stores.object.tier import ObjectTier
@@ -263,6 +264,19 @@ async def test_what_requests_have_said_since_the_restart_holds_against_the_ledge
             assert tier._catalogue.shares.limits() == expected
             tier._catalogue.regroup()
             assert used(tier).keys() == {"", *expected}
+
+
+@on_loop
+async def test_of_what_requests_have_said_before_the_ledger_came_the_last_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(catalogue, "MAX_GROUPS", 1)
+    async with bucket(MemoryStore()) as tier:
+        for fraction in (0.5, 0.25):
+            tier.limit("flood", fraction)
+        tier.limit("more than are kept", 0.5)
+        await tier._upkeep.loaded()
+        assert tier._catalogue.shares.limits() == {"flood": 0.25, "more than are kept": 0.5}
 
 
 def test_an_older_version_reads_what_this_one_saves() -> None:

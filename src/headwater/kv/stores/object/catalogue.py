@@ -217,8 +217,9 @@ class Catalogue:
 
     def limit(self, tenant: str, fraction: float) -> None:
         """See `Shares.limit`; what the tenant has here already is moved by `regroup`."""
-        if self._early_limits is not None and len(self._early_limits) < MAX_GROUPS:
-            self._early_limits[tenant] = fraction
+        early = self._early_limits
+        if early is not None and (tenant in early or len(early) < MAX_GROUPS):
+            early[tenant] = fraction
         before = self.shares.limits()
         self._moved |= self.shares.limit(tenant, fraction)
         if self.shares.limits() != before:
