@@ -6,6 +6,7 @@ next, and is to notice nothing. The wait is bounded, and so are those who wait, 
 
 import asyncio
 from collections.abc import Awaitable
+from contextlib import suppress
 
 from headwater.errors import HeadwaterError, NoWorkers
 from headwater.frontend.http.base import Handler, HttpRequest, Responder
@@ -24,7 +25,7 @@ class ModelLoading(NoWorkers):
 
 
 def answering(handler: Handler) -> Handler:
-    """What the handler raises becomes the answer; after `ModelLoading` it is called again, in time."""
+    """What the handler raises becomes the answer; after `ModelLoading` it is called once more, in time."""
 
     def handle(request: HttpRequest, responder: Responder) -> Awaitable[None] | None:
         try:
@@ -49,11 +50,9 @@ def answering(handler: Handler) -> Handler:
             await again(loading, request, responder)
 
     async def again(loading: ModelLoading, request: HttpRequest, responder: Responder) -> None:
-        try:
+        with suppress(TimeoutError):  # another version of the model may be there by now: the handler says
             async with asyncio.timeout(LONGEST_WAIT_S):
                 await loading.settled.wait()
-        except TimeoutError:
-            raise loading from None
         if not responder.disconnected and (pending := handler(request, responder)) is not None:
             await pending
 

@@ -2,8 +2,8 @@
 
 A served name stands for one fingerprint at a time: the one in the catalogue if workers with it are up, else the one
 most workers have. A model is built (tokenizer, template) once per fingerprint, in a thread, from files of any of its
-workers, and forgotten when neither the catalogue nor a worker has it any more. `get` and `all` answer from a table that
-is made anew on every change, so they cost nothing per request and may be called from any thread.
+workers, and forgotten when neither the catalogue nor a worker has it any more. `get` and `cards` answer from a table
+that is made anew on every change, so they cost nothing per request and may be called from any thread.
 """
 
 import asyncio
