@@ -24,7 +24,7 @@ from headwater.planner.pool import HIDDEN_PARTS, NOTICE_MS, WorkerModel
 from headwater.planner.worker import Item, Worker
 from headwater.planner.worker import Job as Job
 from headwater.router.disagg import price_elsewhere, price_here
-from headwater.router.price import END_TO_END, Placement, totals
+from headwater.router.price import END_TO_END, Occupancy, Placement, totals
 
 
 @dataclass(slots=True)
@@ -162,13 +162,14 @@ class FastCluster:
         prefiller.for_others += 1
         if decoder.pending or decoder.free < item.room or decoder.num_decoding + decoder.expected > decoder.most:
             decoder.pending.append(item)
+            decoder.pending_room += item.room
         else:
             decoder.free -= item.room
             self._enqueue(prefiller, item, now)
 
     def _place(self, item: Item) -> tuple[Worker, Worker]:
         """Who prefills and who decodes: as the router does it, the decode worker first."""
-        decoder = self._best_decoder(item)
+        decoder, occupied = self._best_decoder(item)
         if not self._prefillers or decoder.for_others:
             return decoder, decoder
         prices = [
@@ -176,13 +177,13 @@ class FastCluster:
             for worker in self._prefillers
         ]
         there = min(prices, key=sum)
-        here = price_here(decoder.occupancy(), item.left, item.cached)
+        here = price_here(occupied, item.left, item.cached)
         may_choose = self.plan.loose or decoder not in self._decode_only
         if here.own_ms <= there.handoff_ms or (may_choose and sum(here) <= sum(there)):
             return decoder, decoder
         return self._prefillers[prices.index(there)], decoder
 
-    def _best_decoder(self, item: Item) -> Worker:
+    def _best_decoder(self, item: Item) -> tuple[Worker, Occupancy]:
         """By the router's price: of a worker that has its prompts computed elsewhere, as if this one were there."""
         # After a change of roles all who may decode may still prefill for others.
         workers = [worker for worker in self._decoders if not worker.for_others] or self._decoders
@@ -193,13 +194,14 @@ class FastCluster:
         cached = [item.prompt if worker in remote else item.cached for worker in workers]
         prices = totals(END_TO_END, occupied, placement, cached)
         whole = [price + self._room_ms(worker, item) for price, worker in zip(prices, workers, strict=True)]
-        return workers[whole.index(min(whole))]
+        best = whole.index(min(whole))
+        return workers[best], occupied[best]
 
     def _room_ms(self, worker: Worker, item: Item) -> float:
         """About how long it waits for room: those before it leave at the pace the worker ends sequences at."""
         if not worker.pending and worker.free >= item.room:
             return 0.0
-        missing = item.room - worker.free + sum([other.room for other in worker.pending])
+        missing = item.room - worker.free + worker.pending_room
         held = max(1, worker.model.kv_tokens)
         step_ms = worker.step_ms(max(1, worker.num_decoding), worker.context)
         return missing / held * self._expected_output * step_ms
@@ -362,5 +364,6 @@ class FastCluster:
             if worker.num_decoding + worker.expected - len(pending) >= worker.most:
                 return
             item = pending.popleft()
+            worker.pending_room -= item.room
             worker.free -= item.room
             self._enqueue(item.prefiller, item, now)

@@ -59,7 +59,9 @@ class Worker:
         self.active: list[Item] = []
         """Being prefilled."""
         self.pending: deque[Item] = deque()
-        """For room to decode here, before they are sent to a prefill worker."""
+        """For room to decode here, before they are sent to a prefill worker, ..."""
+        self.pending_room = 0
+        """... of so many tokens together."""
         self.joining: list[Item] = []
         self.decoding: list[tuple[int, int, Item]] = []
         self.steps = 0
