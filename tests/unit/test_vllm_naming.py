@@ -130,6 +130,14 @@ def test_a_request_without_a_name_that_makes_sense_is_computed(make: Make, store
     assert store._call(store.client.status()).result(5).tiers[0].num_blocks == 0
 
 
+def test_a_ticket_does_not_say_how_blocks_are_named() -> None:
+    own = Naming(SALTED.hex(), "print", "acme")
+    ticket = {"remote_host": "a", **Naming(PLAIN.hex(), "print", "").request_params()}
+    params = own.request_params(ticket)
+    assert Naming.of(params) == own
+    assert params["remote_host"] == "a"
+
+
 def test_after_a_reset_nothing_of_before_is_found(make: Make, store: StoreAgent) -> None:
     tokens = prompt(42)
     engine = make()

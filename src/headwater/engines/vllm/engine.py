@@ -234,7 +234,7 @@ class VllmEngine(ExternalEngine):
             return params
         card = self.info.card
         key = request.namespace or namespace(card.fingerprint, card.kv_layout, adapter=request.adapter or "")
-        return Naming(key.hex(), card.fingerprint, request.tenant).request_params() | (params or {})
+        return Naming(key.hex(), card.fingerprint, request.tenant).request_params(params)
 
     async def _send_structured(
         self, name: str, stream: OpenStream, tokens: "array[int]", params: dict[str, Any] | None

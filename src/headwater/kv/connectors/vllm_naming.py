@@ -28,8 +28,9 @@ class Naming(msgspec.Struct, frozen=True):
     model: Label
     tenant: Label
 
-    def request_params(self) -> dict[str, Any]:
-        return {_NAMING: msgspec.to_builtins(self)}
+    def request_params(self, others: dict[str, Any] | None = None) -> dict[str, Any]:
+        """`others`: what else connectors are told of it, as by a ticket, which names no blocks."""
+        return {**(others or {}), _NAMING: msgspec.to_builtins(self)}
 
     @classmethod
     def of(cls, params: dict[str, Any] | None) -> Self | None:
