@@ -31,17 +31,11 @@ def answering(handler: Handler) -> Handler:
         try:
             pending = handler(request, responder)
         except ModelLoading as loading:
-            return answered(again(loading, request, responder), responder)
+            return _answered(again(loading, request, responder), responder)
         except HeadwaterError as error:
             reply_for(error).send_to(responder)
             return None
-        return None if pending is None else answered(patient(pending, request, responder), responder)
-
-    async def answered(pending: Awaitable[None], responder: Responder) -> None:
-        try:
-            await pending
-        except HeadwaterError as error:
-            reply_for(error).send_to(responder)
+        return None if pending is None else _answered(patient(pending, request, responder), responder)
 
     async def patient(pending: Awaitable[None], request: HttpRequest, responder: Responder) -> None:
         try:
@@ -57,3 +51,10 @@ def answering(handler: Handler) -> Handler:
             await pending
 
     return handle
+
+
+async def _answered(pending: Awaitable[None], responder: Responder) -> None:
+    try:
+        await pending
+    except HeadwaterError as error:
+        reply_for(error).send_to(responder)
