@@ -144,6 +144,7 @@ class BlockPool:
         ids = self._ids
         newer, older, anchor = self._newer, self._older, self.num_blocks
         newest = older[anchor]
+        num_evictable = self._num_evictable
         for block in reversed(blocks):
             count = references[block] - 1
             if count < 0:
@@ -157,9 +158,10 @@ class BlockPool:
             newer[newest] = block
             older[block] = newest
             newest = block
-            self._num_evictable += 1
+            num_evictable += 1
         newer[newest] = anchor
         older[anchor] = newest
+        self._num_evictable = num_evictable
 
     def clear(self) -> None:
         """Forget every prefix that nobody holds."""
