@@ -5,7 +5,8 @@
 `rag`: every request is one of twelve documents and a question of its own; the device holds two of them.
 `turns`: eight conversations take turns, each with all of its history; the device holds two of them.
 One request at a time, as token ids, greedy. The same requests go to every variant, variants take turns, and figures are
-medians over rounds. Reuse is the part of prompt tokens that was not computed, as the server tells the client.
+medians over rounds. Reuse is the part of prompt tokens that was not computed, as the server tells the client. A slow
+disk reads and writes a block in several times what the model takes to compute it.
 """
 
 import argparse
@@ -34,6 +35,8 @@ DOCUMENT_TOKENS = 640
 QUESTION_TOKENS = 24
 OUTPUT_TOKENS = 16
 BLOCK_BYTES = 737_280
+SLOW_DISK_MB_PER_S = 5
+SLOW_DISK = Path(__file__).parent / "slow_disk"
 WAIT_S = 180.0
 
 
@@ -67,11 +70,13 @@ WORKLOADS = {"rag": rag, "turns": turns}
 
 
 @contextlib.contextmanager
-def server(flags: Sequence[str], folder: Path) -> Iterator[str]:
+def server(flags: Sequence[str], folder: Path, *, slow_disk: bool) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "headwater", "serve", "--port", str(port), "--device", "cpu", "--threads", "1"]
     command += ["--num-kv-blocks", str(DEVICE_BLOCKS), *flags]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    if slow_disk:
+        environment |= {"PYTHONPATH": str(SLOW_DISK), "SLOW_DISK_MB_PER_S": str(SLOW_DISK_MB_PER_S)}
     url = f"http://127.0.0.1:{port}"
     with running([command], environment, str(folder / "log")) as (child,):
         deadline = time.monotonic() + WAIT_S
@@ -130,6 +135,7 @@ def variants(object_url: str | None) -> dict[str, list[str]]:
         "none": [],
         "host": ["--kv-host", size(1200)],
         "small host + disk": ["--kv-host", size(160), *disk],
+        "small host + slow disk": ["--kv-host", size(160), *disk],
     }
     if object_url:
         cold = ["--kv-object", object_url, "--kv-admission", "all"]
@@ -157,7 +163,7 @@ def main() -> None:
                 for variant, flags in variants(object_url).items():
                     with tempfile.TemporaryDirectory(prefix="hw-pays-") as folder:
                         mine = [flag.format(folder=folder, prefix=Path(folder).name) for flag in flags]
-                        with server(mine, Path(folder)) as url:
+                        with server(mine, Path(folder), slow_disk="slow" in variant) as url:
                             rounds.setdefault(variant, []).append(measure(url, prompts))
             report(name, rounds, as_json=args.json)
 
