@@ -162,20 +162,24 @@ class VllmEngine:
         model: str,
         *,
         tp: int = 1,
+        heads: int = 0,
         num_blocks: int = 64,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        """`extra`: more of the connector's own configuration."""
-        cache = cache_config(num_blocks)
+        """`heads`: of the model; 0: `HEADS` at each rank. `extra`: more of the connector's own configuration."""
+        heads = heads or tp * HEADS
+        here = max(1, heads // tp)
+        self.heads = [range(rank * heads // tp, rank * heads // tp + here) for rank in range(tp)]
+        cache = cache_config(num_blocks, spec=FullAttentionSpec(num_kv_heads=here))
 
         def make(role: KVConnectorRole, rank: int = 0) -> Any:
-            made = config(socket, model, tp=tp, rank=rank)
+            made = config(socket, model, tp=tp, rank=rank, heads=heads)
             made.kv_transfer_config.kv_connector_extra_config |= extra or {}
             return connector.HeadwaterConnector(made, role, cache)
 
         self.scheduler = make(KVConnectorRole.SCHEDULER)
         self.workers = [make(KVConnectorRole.WORKER, rank) for rank in range(tp)]
-        shape = (LAYERS, num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE)
+        shape = (LAYERS, num_blocks, here, BLOCK, 2 * HEAD_SIZE)
         self.kv = [torch.zeros(shape) for _ in range(tp)]
         for worker, kv in zip(self.workers, self.kv, strict=True):
             worker.register_kv_caches({f"layer.{number}": kv[number] for number in range(LAYERS)})
@@ -245,10 +249,10 @@ class VllmEngine:
         )
         metadata = pickle.dumps(self.scheduler.build_connector_meta(output))
         results = []
-        for worker, kv in zip(self.workers, self.kv, strict=True):
+        for worker, kv, held in zip(self.workers, self.kv, self.heads, strict=True):
             worker.bind_connector_metadata(pickle.loads(metadata))  # noqa: S301 - as vLLM does
             for at in range(position, position + scheduled):
-                self._compute(kv, blocks, at, request.all_token_ids[at])
+                self._compute(kv, held, blocks, at, request.all_token_ids[at])
             worker.start_load_kv(None)
             worker.wait_for_save()
             _, finished = worker.get_finished(set())
@@ -264,17 +268,21 @@ class VllmEngine:
         while len(blocks) * BLOCK < tokens:
             blocks.append(self.free.pop())
 
-    def _compute(self, kv: torch.Tensor, blocks: list[int], at: int, token: int) -> None:
-        before = float(kv[0, blocks[(at - 1) // BLOCK], 0, (at - 1) % BLOCK, 0]) if at else 7.0
-        value = (before * 31 + token) % 65_521
-        for layer in range(LAYERS):
-            kv[layer, blocks[at // BLOCK], :, at % BLOCK] = value + layer
+    def _compute(self, kv: torch.Tensor, held: range, blocks: list[int], at: int, token: int) -> None:
+        """Of each head another."""
+        for number, head in enumerate(held):
+            before = float(kv[0, blocks[(at - 1) // BLOCK], number, (at - 1) % BLOCK, 0]) if at else 7.0 + head
+            value = (before * 31 + token) % 65_521
+            for layer in range(LAYERS):
+                kv[layer, blocks[at // BLOCK], number, at % BLOCK] = value + layer
 
     def _sample(self, blocks: list[int], length: int) -> int:
-        """Depends on every block of every layer and rank."""
+        """Depends on every head of every block of every layer and rank; the same at all sizes."""
         places = torch.tensor(blocks[: -(-length // BLOCK)])
+        copies = [head for held in self.heads for head in held]
         total = 0
-        for kv in self.kv:
-            tokens = kv[:, places].transpose(2, 3).reshape(LAYERS, -1, HEADS * 2 * HEAD_SIZE)[:, :length]
-            total += int(tokens.double().sum())
-        return total % 50_000
+        for kv, held in zip(self.kv, self.heads, strict=True):
+            for number, head in enumerate(held):
+                tokens = kv[:, places, number].reshape(LAYERS, -1, 2 * HEAD_SIZE)[:, :length]
+                total += (head + 1) * int(tokens.double().sum()) * 1000 // copies.count(head)
+        return total // 1000 % 50_000

@@ -14,7 +14,7 @@ import torch
 
 from engine_doubles import install
 from headwater.errors import ConfigError
-from headwater.kv.block import ROOT
+from headwater.kv.shards import part_ids
 from kv_process import store_process
 from vllm_connector_double import INTERFACE, Blocks, KVConnectorRole, Request, VllmEngine, cache_config, config, names
 
@@ -57,8 +57,9 @@ def eventually_stored(engine: VllmEngine, tokens: list[int], blocks: int, salt: 
     state = half._state(Request(f"look-{salt}", tokens, salt))
     ids = state.chain.upto(tokens, blocks).ids
     deadline = time.monotonic() + 10
-    for rank in range(len(engine.workers)):
-        while half._agent.num_in_host(half._layout.ids_of_rank(ids, rank)) < blocks:
+    layout = half._parts.layout
+    for part in {part for worker in engine.workers for part in worker._of_worker()._parts.held}:
+        while half._agent.num_in_host(part_ids(ids, layout, part)) < blocks:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     half.forget(f"look-{salt}")
@@ -81,6 +82,20 @@ def test_a_restarted_engine_loads_and_gives_the_same(make: Make, chunk: int, tp:
     assert followed.run(Request("d", list(longer)), 3) == expected
     assert followed.computed == len(longer) - 48 + 2
     assert again.failed == followed.failed == 0
+
+
+@pytest.mark.parametrize(("heads", "sizes"), [(2, (1, 2, 1)), (2, (2, 4, 1)), (6, (1, 2, 3)), (3, (3, 1, 6))], ids=str)
+def test_what_one_size_stores_another_loads(make: Make, heads: int, sizes: tuple[int, ...]) -> None:
+    """Each engine goes on from what all before it have stored, with what a cold one says."""
+    tokens, stored = prompt(42), 0
+    for size in sizes:
+        expected = make(f"cold {size}", tp=size, heads=heads).run(Request("c", list(tokens)), 9)
+        engine = make(tp=size, heads=heads)
+        assert engine.run(Request("a", list(tokens)), 9) == expected
+        assert (engine.failed, engine.computed) == (0, len(tokens) - stored + 8)
+        tokens = [*tokens, *expected, *prompt(5, seed=size)]
+        stored = (len(tokens) - 6) // 4 * 4
+        eventually_stored(engine, tokens, stored // 4)
 
 
 def test_two_engines_share_while_both_run(make: Make) -> None:
@@ -177,7 +192,7 @@ def test_what_the_engine_has_and_the_store_has_not_is_saved_as_well(make: Make) 
     assert engine.scheduler.get_num_new_matched_tokens(request, 16) in ((0, False), (None, False))
     blocks = list(range(6))
     for at, token in enumerate(tokens):
-        engine._compute(engine.kv[0], blocks, at, token)
+        engine._compute(engine.kv[0], engine.heads[0], blocks, at, token)
     engine._step(request, blocks, 16, 8, [request])
     eventually_stored(engine, tokens, 6)
 
@@ -274,16 +289,6 @@ def test_what_it_does_not_serve_is_refused(connector: Any, socket: Path) -> None
         )
     with pytest.raises(ConfigError, match="2 KV cache groups"):
         connector.HeadwaterConnector(config(str(socket), "m"), KVConnectorRole.SCHEDULER, cache_config(8, groups=2))
-
-
-def test_the_chains_of_all_ranks_begin_at_the_root(make: Make) -> None:
-    engine, tokens = make(tp=2), prompt(12)
-    state = engine.scheduler._of_scheduler()._state(Request("a", tokens))
-    for worker in engine.workers:
-        half, chain = worker._of_worker(), state.chain.upto(tokens, 3)
-        own = half._own(chain)
-        assert own.parent == ROOT
-        assert half._own(chain.part(1, 3)) == own.part(1, 3)
 
 
 def test_blocks_of_any_layout_come_back_as_they_were(connector: Any) -> None:

@@ -53,6 +53,7 @@ class Stand(VllmEngine):
         self.scheduler = make(self._config(extra, tp, 0), KVConnectorRole.SCHEDULER, cache)
         self.workers = [make(self._config(extra, tp, rank), KVConnectorRole.WORKER, cache) for rank in range(tp)]
         self.kv = [torch.zeros(LAYERS, 64, HEADS, BLOCK, 2 * HEAD_SIZE) for _ in range(tp)]
+        self.heads = [range(rank * HEADS, (rank + 1) * HEADS) for rank in range(tp)]
         for worker, kv in zip(self.workers, self.kv, strict=True):
             worker.register_kv_caches({f"layer.{number}": kv[number] for number in range(LAYERS)})
         self.free = list(range(64))[::-1]
@@ -140,8 +141,8 @@ class Stand(VllmEngine):
         position = local + matched
         self._grow(blocks, max(1, position))
         for at in range(local):
-            for kv in self.kv:
-                self._compute(kv, blocks, at, tokens[at])
+            for kv, held in zip(self.kv, self.heads, strict=True):
+                self._compute(kv, held, blocks, at, tokens[at])
         self.scheduler.update_state_after_alloc(request, _Places(blocks), matched)
         if later:
             while not all(request.request_id in done for done, _ in self._step(request, blocks, 0, 0, [])):

@@ -155,18 +155,19 @@ def test_what_one_size_writes_another_reads(heads: int, sizes: list[int]) -> Non
     asyncio.run(pass_on(Model(heads), sizes, [[4, 0, 8], [1, 3, 2], [0, 5, 7]], [[7, 2, 3], [0, 1, 6], [5, 4, 0]]))
 
 
+models = st.builds(
+    Model,
+    heads=st.sampled_from(SIZES),
+    kernel_blocks=st.sampled_from([1, 3, 5]),
+    heads_first=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]),
+)
 numbers = st.lists(st.integers(0, NUM_SLOTS - 1), min_size=3, max_size=3, unique=True)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    model=st.builds(
-        Model,
-        heads=st.sampled_from(SIZES),
-        kernel_blocks=st.sampled_from([1, 3, 5]),
-        heads_first=st.booleans(),
-        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]),
-    ),
+    model=models,
     sizes=st.lists(st.sampled_from(SIZES), min_size=2, max_size=3),
     blocks=st.lists(numbers, min_size=3, max_size=3),
     slots=st.lists(numbers, min_size=3, max_size=3),

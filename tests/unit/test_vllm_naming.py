@@ -18,6 +18,7 @@ from engine_doubles import install
 from headwater.kv.connectors.vllm_naming import Naming, store_connector
 from headwater.kv.identity import chain_block_ids, namespace
 from headwater.kv.node.agent import StoreAgent
+from headwater.kv.shards import part_ids
 from kv_process import store_process
 from vllm_connector_double import BLOCK, INTERFACE, Request, VllmEngine, names
 
@@ -49,9 +50,9 @@ def make(
     connector = importlib.import_module("headwater.kv.connectors.vllm")
     made: list[VllmEngine] = []
 
-    def engine(*, named: bool = True, tp: int = 1) -> VllmEngine:
+    def engine(*, named: bool = True, tp: int = 1, heads: int = 0) -> VllmEngine:
         extra = store_connector(socket)["kv_connector_extra_config"] if named else None
-        made.append(VllmEngine(connector, str(socket), request.node.name, tp=tp, extra=extra))
+        made.append(VllmEngine(connector, str(socket), request.node.name, tp=tp, heads=heads, extra=extra))
         return made[-1]
 
     yield engine
@@ -74,6 +75,11 @@ def of_cluster(key: bytes, tokens: list[int]) -> bytes:
     return chain_block_ids(key, array("I", tokens).tobytes(), BLOCK)
 
 
+def layout_of(engine: VllmEngine) -> str:
+    layout: str = engine.scheduler._of_scheduler()._parts.layout
+    return layout
+
+
 def stored(agent: StoreAgent, ids: bytes, blocks: int) -> bool:
     deadline = time.monotonic() + 5
     while agent.num_in_host(ids) < blocks:
@@ -83,20 +89,21 @@ def stored(agent: StoreAgent, ids: bytes, blocks: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("tp", "later"), [(1, 1), (2, 2), (1, 2), (2, 1)])
 @pytest.mark.parametrize("tenant", ["acme", ""])
-def test_blocks_have_the_ids_and_the_tenant_of_the_request(make: Make, store: StoreAgent, tp: int, tenant: str) -> None:
+def test_blocks_have_the_ids_and_the_tenant_of_the_request(
+    make: Make, store: StoreAgent, tp: int, later: int, tenant: str
+) -> None:
     tokens, key = prompt(42), SALTED if tenant else PLAIN
-    first = make(tp=tp)
+    first = make(tp=tp, heads=2)
     answer = first.run(asked("a", tokens, key, tenant), 4)
-    assert stored(store, of_cluster(key, tokens), 10)
+    assert all(stored(store, part_ids(of_cluster(key, tokens), layout_of(first), head), 10) for head in range(2))
     families = store._call(store.client.status()).result(5).tiers[0].families
-    assert {(one.model, one.tenant) for one in families} == {("print", tenant)}
-    assert len(families) == tp, "a shard for each rank"
-    again = make(tp=tp)
+    assert [(one.model, one.tenant) for one in families] == [("print", tenant)]
+    again = make(tp=later, heads=2)
     assert again.run(asked("b", tokens, key, tenant), 4) == answer
     assert again.computed == 2 + 3
-    other = make(tp=tp)
+    other = make(tp=tp, heads=2)
     assert other.run(asked("c", tokens, namespace("print", "layout", salt="5:other:"), "other"), 4) == answer
     assert other.computed == 42 + 3, "tenants share nothing"
 

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from headwater.kv.connectors.vllm_layout import Layout
 from headwater.kv.connectors.vllm_naming import named_by_worker
+from headwater.kv.connectors.vllm_parts import parts_of
 from headwater.kv.connectors.vllm_scheduler import SchedulerHalf, StepTransfers
 from headwater.kv.connectors.vllm_worker import WorkerHalf
 
@@ -59,9 +60,10 @@ class HeadwaterConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(layout, self._socket, named_by_worker=named_by_worker(extra))
+            parts = parts_of(vllm_config, kv_cache_config, layout, 0)
+            self._scheduler = SchedulerHalf(layout, parts, self._socket, named_by_worker=named_by_worker(extra))
         else:
-            self._worker = WorkerHalf(layout, vllm_config.parallel_config.rank, self._socket)
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, layout, self._socket)
 
     @property
     def requires_kv_delivery(self) -> bool:

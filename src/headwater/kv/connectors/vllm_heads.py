@@ -57,6 +57,7 @@ class Heads:
     block_tokens: int
     token_bytes: int
     """Of one head: keys and values of a token."""
+    dtype: torch.dtype
     layout: str
     """What one rank alone would call its blocks."""
 
@@ -75,7 +76,12 @@ class Heads:
                 f"a block of a layer has {told}, by the model it has {here} heads of {token_bytes} a token"
             )
         alone = layout_name(vllm_config, kv_cache_config, replace(spec, num_kv_heads=total))
-        return cls(total, here, spec.block_size, token_bytes, alone)
+        return cls(total, here, spec.block_size, token_bytes, spec.dtype, alone)
+
+    def expected(self, num_blocks: int) -> torch.Tensor:
+        """A layer as vLLM shows it where kernels take its blocks whole, without memory."""
+        shape = num_blocks, self.here, self.block_tokens, self.token_bytes // self.dtype.itemsize
+        return torch.empty(shape, dtype=self.dtype, device="meta")
 
     def kernel_blocks(self, cache: torch.Tensor, num_blocks: int) -> int:
         """In a block of this layer. Raises `ConfigError` unless the second axis can only be that of the heads."""

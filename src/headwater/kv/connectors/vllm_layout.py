@@ -12,10 +12,6 @@ from typing import Any
 import torch
 
 from headwater.errors import ConfigError
-from headwater.kv.block import Family
-from headwater.kv.identity import namespace
-from headwater.kv.shards import shard_layout
-from headwater.types import BLOCK_ID_BYTES
 
 _MAX_LABEL = 200
 
@@ -38,30 +34,13 @@ class Layout:
         _refuse_other_parallelism(parallel)
         spec = only_spec(kv_cache_config)
         return cls(
-            _label(fingerprint or f"{model.model}@{model.revision or ''}"),
+            label(fingerprint or f"{model.model}@{model.revision or ''}"),
             layout_name(vllm_config, kv_cache_config, spec),
             spec.block_size,
             spec.page_size_bytes * _num_layers(kv_cache_config),
             kv_cache_config.num_blocks,
             parallel.tensor_parallel_size,
         )
-
-    def family(self, rank: int, salt: str) -> Family:
-        return Family(self.model, shard_layout(self.name, rank, self.num_ranks), _label(salt), self.block_bytes)
-
-    def key(self, adapter: str, salt: str, era: str) -> bytes:
-        """Of rank 0. `era` tells the time before a reset of the cache from that after."""
-        layout = shard_layout(self.name, 0, self.num_ranks)
-        return namespace(self.model, layout, adapter=adapter, salt=f"{era}{salt}")
-
-    def ids_of_rank(self, ids: bytes, rank: int) -> bytes:
-        """Those of the shards that lie beside rank 0's."""
-        if not rank:
-            return ids
-        key = namespace(self.model, shard_layout(self.name, rank, self.num_ranks))
-        starts = range(0, len(ids), BLOCK_ID_BYTES)
-        hashes = (blake2b(ids[at : at + BLOCK_ID_BYTES], key=key, digest_size=BLOCK_ID_BYTES) for at in starts)
-        return b"".join(one.digest() for one in hashes)
 
 
 def _refuse_other_parallelism(parallel: Any) -> None:
@@ -105,7 +84,7 @@ def layout_name(vllm_config: Any, kv_cache_config: Any, spec: Any) -> str:
     )
     digest = blake2b("\n".join(map(str, details)).encode(), digest_size=8).hexdigest()
     dtype = str(getattr(spec, "dtype", model.dtype)).removeprefix("torch.")
-    return _label(f"vllm.{device}.{dtype}.l{_num_layers(kv_cache_config)}.b{spec.block_size}.{digest}")
+    return label(f"vllm.{device}.{dtype}.l{_num_layers(kv_cache_config)}.b{spec.block_size}.{digest}")
 
 
 def _vllm_version() -> str:
@@ -117,5 +96,6 @@ def _vllm_version() -> str:
     return ""
 
 
-def _label(text: str) -> str:
+def label(text: str) -> str:
+    """As families take it."""
     return text if len(text) <= _MAX_LABEL else blake2b(text.encode(), digest_size=32).hexdigest()

@@ -19,6 +19,7 @@ from headwater.errors import HeadwaterError
 from headwater.kv.connectors.chains import RequestChain, Save, socket_path
 from headwater.kv.connectors.vllm_layout import Layout
 from headwater.kv.connectors.vllm_naming import Naming
+from headwater.kv.connectors.vllm_parts import Parts
 from headwater.kv.node.agent import StoreAgent
 from headwater.kv.node.store import Piece
 from headwater.kv.pricing import LoadPlan, TierRun
@@ -57,7 +58,7 @@ class Load:
 
 @dataclass
 class StepTransfers:
-    """What the workers do around one forward pass. Chains are those of rank 0."""
+    """What the workers do around one forward pass. Chains are those of the first parts."""
 
     loads: list[Load] = field(default_factory=list[Load])
     saves: list[Save] = field(default_factory=list[Save])
@@ -93,13 +94,15 @@ class SchedulerHalf:
     def __init__(
         self,
         layout: Layout,
+        parts: Parts,
         socket: str | None,
         clock: Callable[[], float] = time.monotonic,
         *,
         named_by_worker: bool = False,
     ) -> None:
-        """`named_by_worker`: whether requests say how their blocks are named. One that does not is left alone then."""
-        self._layout, self._clock = layout, clock
+        """`parts`: those of rank 0. `named_by_worker`: whether requests say how their blocks are named. One that does
+        not is left alone then."""
+        self._layout, self._parts, self._clock = layout, parts, clock
         self._named_by_worker = named_by_worker
         self._agent = StoreAgent(socket_path(socket), "vllm-scheduler")
         self._requests: dict[str, _Request] = {}
@@ -179,11 +182,11 @@ class SchedulerHalf:
         size = self._layout.block_tokens
         if self._named_by_worker:
             naming = Naming.of(request.kv_transfer_params)
-            family = self._layout.family(0, "")
+            family = self._parts.family("")
             return RequestChain(naming.family(family), naming.key(self._era), size) if naming is not None else None
         salt, lora = str(request.cache_salt or ""), request.lora_request
         adapter = f"{lora.lora_name}@{lora.lora_path}" if lora is not None else ""
-        return RequestChain(self._layout.family(0, salt), self._layout.key(adapter, salt, self._era), size)
+        return RequestChain(self._parts.family(salt), self._parts.key(adapter, salt, self._era), size)
 
     def _is_there(self) -> bool:
         return not self._agent.client.problem and self._clock() >= self._rest_until
@@ -215,7 +218,8 @@ class SchedulerHalf:
         chain = state.chain.upto(state.request.all_token_ids, end).part(first, end)
         compute_s = self._speed.prefill_ms((end - first) * self._layout.block_tokens, 0) / 1e3
         ask_s = min(_MAX_ASK_S, _ASK_PART * compute_s)
-        return _Question(first, chain, self._agent.ask(chain, ask_s=ask_s), now + _ANSWER_S + ask_s)
+        asked = self._agent.ask(chain, ask_s=ask_s, num_parts=len(self._parts.held))
+        return _Question(first, chain, asked, now + _ANSWER_S + ask_s)
 
     def _plan(self, request: Any, question: _Question, runs: list[TierRun]) -> LoadPlan:
         plan = self._agent.client.plan(

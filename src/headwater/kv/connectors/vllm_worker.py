@@ -1,8 +1,8 @@
 """The workers' half of the vLLM connector: copies between vLLM's blocks and the store.
 
-A block in the store is the same block of all layers, one after the other. Layers are gathered and scattered on the
-stream that computes, so that they are in order with it; what was gathered crosses to pinned memory on a stream of its
-own. Blocks can therefore be given to others at once, while the copy is under way.
+A block in the store is a part (`vllm_parts`) of the same block of all layers, one after the other. Layers are gathered
+and scattered on the stream that computes, so that they are in order with it; what was gathered crosses to pinned memory
+on a stream of its own. Blocks can therefore be given to others at once, while the copy is under way.
 
 Loads come in pieces of bounded size, few at a time; what failed is told to vLLM, which computes it.
 """
@@ -15,13 +15,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 
 from headwater.errors import ConfigError, HeadwaterError
-from headwater.kv.block import ROOT
 from headwater.kv.connectors.chains import Save, socket_path
 from headwater.kv.connectors.vllm_layout import Layout
+from headwater.kv.connectors.vllm_parts import parts_of
 from headwater.kv.connectors.vllm_scheduler import Load
 from headwater.kv.node.agent import StoreAgent
 from headwater.kv.node.store import Piece
@@ -37,14 +36,17 @@ _CLOSE_S = 30.0
 class BlockCopier:
     """Gathers blocks of all layers into host memory and scatters them back, at most `piece_blocks` at a time.
 
-    On a device they pass through two buffers there, taken in turn; a stream waits until the one it takes is free.
+    There a block is its parts one after the other, each of all layers. On a device they pass through two buffers, taken
+    in turn; a stream waits until the one it takes is free.
     """
 
-    def __init__(self, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
+    def __init__(self, kv_caches: dict[str, torch.Tensor], num_blocks: int, num_parts: int = 1) -> None:
+        """`num_parts`: 1, or as many as there are heads, which are then the axis behind that of the blocks."""
         self._layers = _distinct(kv_caches, num_blocks)
-        self._widths = [layer[0].numel() * layer.element_size() for layer in self._layers]
+        self._num_parts = num_parts
+        self._widths = [layer[0].numel() * layer.element_size() // num_parts for layer in self._layers]
         self._starts = [sum(self._widths[:number]) for number in range(len(self._widths))]
-        self.block_bytes = sum(self._widths)
+        self.block_bytes = num_parts * sum(self._widths)
         self.piece_blocks = max(1, _PIECE_BYTES // self.block_bytes)
         self._device = self._layers[0].device
         self._between = (
@@ -77,14 +79,21 @@ class BlockCopier:
         self._between.give_back()
 
     def _collect(self, packed: torch.Tensor, places: torch.Tensor) -> None:
+        parts = packed.view(len(places), self._num_parts, -1)
         for layer, start, width in zip(self._layers, self._starts, self._widths, strict=True):
-            found = layer.index_select(0, places).reshape(len(places), -1)
-            packed[:, start : start + width] = found.view(torch.uint8)
+            found = self._heads_first(layer.index_select(0, places)).reshape(len(places), self._num_parts, -1)
+            parts[:, :, start : start + width] = found.view(torch.uint8)
 
     def _distribute(self, packed: torch.Tensor, places: torch.Tensor) -> None:
+        parts = packed.view(len(places), self._num_parts, -1)
         for layer, start, width in zip(self._layers, self._starts, self._widths, strict=True):
-            part = packed[:, start : start + width].contiguous().view(layer.dtype)
-            layer.index_copy_(0, places, part.reshape(len(places), *layer.shape[1:]))
+            shape = self._heads_first(layer[:1]).shape[1:]
+            part = parts[:, :, start : start + width].contiguous().view(layer.dtype)
+            layer.index_copy_(0, places, self._heads_first(part.reshape(len(places), *shape)))
+
+    def _heads_first(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Before the kernel blocks of a block, or back, where heads are parts."""
+        return blocks.transpose(1, 2) if self._num_parts > 1 else blocks
 
     def _places(self, block_ids: Sequence[int]) -> torch.Tensor:
         places = torch.tensor(block_ids, dtype=torch.int64, pin_memory=self._between is not None)
@@ -141,19 +150,27 @@ class _Loading:
 class _Arriving:
     loading: _Loading
     start: int
-    chain: Piece
     buffer: torch.Tensor
-    loaded: "Future[int]"
+    loaded: list["Future[int]"]
+    """One per part."""
 
 
 class WorkerHalf:
     """See the module docstring. Called from the thread that drives the device."""
 
     def __init__(
-        self, layout: Layout, rank: int, socket: str | None, clock: Callable[[], float] = time.monotonic
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        layout: Layout,
+        socket: str | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._configs = vllm_config, kv_cache_config
         self._layout, self._clock = layout, clock
+        rank = vllm_config.parallel_config.rank
         self._rank = rank % layout.num_ranks
+        self._parts = parts_of(vllm_config, kv_cache_config, layout, self._rank)
         self._agent = StoreAgent(socket_path(socket), f"vllm-{rank}")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
         self._copier: BlockCopier | None = None
@@ -169,7 +186,8 @@ class WorkerHalf:
         self._agent.close()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._copier = BlockCopier(kv_caches, self._layout.num_blocks)
+        self._parts = parts_of(*self._configs, self._layout, self._rank, kv_caches.values())
+        self._copier = BlockCopier(kv_caches, self._layout.num_blocks, len(self._parts.held))
         if self._copier.block_bytes != self._layout.block_bytes:
             seen, told = self._copier.block_bytes, self._layout.block_bytes
             raise ConfigError(f"blocks have {seen} bytes in memory and {told} by vLLM's configuration")
@@ -187,7 +205,7 @@ class WorkerHalf:
     @torch.inference_mode()
     def advance(self) -> set[str]:
         """Put in place what has come; the requests of which nothing is to come any more."""
-        for piece in [piece for piece in self._arriving if piece.loaded.done()]:
+        for piece in [piece for piece in self._arriving if all(part.done() for part in piece.loaded)]:
             self._arriving.remove(piece)
             self._place(piece)
         self._start_waiting()
@@ -203,7 +221,7 @@ class WorkerHalf:
         """Copies are taken in order with computing; the store gets them meanwhile. What is too much is not saved."""
         while self._saving and self._saving[0][0].done():
             self._saving.popleft()
-        for save in saves:
+        for save in saves if self._parts.writes else ():
             step = self._blocks().piece_blocks
             for start in range(0, save.chain.num_blocks, step):
                 self._save(save.chain.part(start, min(start + step, save.chain.num_blocks)), save.block_ids[start:])
@@ -218,7 +236,7 @@ class WorkerHalf:
             self.num_saves_dropped += chain.num_blocks
             return
         buffer, wait = self._blocks().gather(block_ids[: chain.num_blocks])
-        self._saving.append((self._saver.submit(self._offer, self._own(chain), buffer, wait), size))
+        self._saving.append((self._saver.submit(self._offer, chain, buffer, wait), size))
 
     def _start_waiting(self) -> None:
         while self._waiting and len(self._arriving) < _PIECES_AT_ONCE:
@@ -228,20 +246,20 @@ class WorkerHalf:
                 self._end_piece(loading, min(loading.good, start))
                 continue
             buffer = self._blocks().staging(end - start)
-            chain = self._own(loading.load.chain.part(start, end))
-            loaded = self._agent.load(chain, _rows(buffer), timeout_s=left_s)
-            self._arriving.append(_Arriving(loading, start, chain, buffer, loaded))
+            parts = self._parts.split(loading.load.chain.part(start, end), buffer)
+            loaded = [self._agent.load(chain, rows, timeout_s=left_s) for chain, rows in parts]
+            self._arriving.append(_Arriving(loading, start, buffer, loaded))
 
     def _place(self, piece: _Arriving) -> None:
         try:
-            count = piece.loaded.result()
+            count = min(part.result() for part in piece.loaded)
         except HeadwaterError as error:
             _log.warning("loading from the KV store failed, blocks are computed: %s", error)
             count = 0
         if count:
             places = piece.loading.load.block_ids[piece.start : piece.start + count]
             self._blocks().scatter(piece.buffer[:count], places)
-        good = piece.loading.good if count == piece.chain.num_blocks else min(piece.loading.good, piece.start + count)
+        good = piece.loading.good if count == len(piece.buffer) else min(piece.loading.good, piece.start + count)
         self._end_piece(piece.loading, good)
 
     def _end_piece(self, loading: _Loading, good: int) -> None:
@@ -257,27 +275,16 @@ class WorkerHalf:
     def _offer(self, chain: Piece, buffer: torch.Tensor, wait: Callable[[], None]) -> None:
         try:
             wait()
-            self._agent.offer(chain, _rows(buffer)).result(_CLOSE_S)
+            offered = [self._agent.offer(part, rows) for part, rows in self._parts.split(chain, buffer)]
+            for part in offered:
+                part.result(_CLOSE_S)
         except (HeadwaterError, TimeoutError) as error:
             _log.warning("saving to the KV store failed: %s", error)
-
-    def _own(self, chain: Piece) -> Piece:
-        """The blocks of this rank that lie beside those of rank 0."""
-        if not self._rank:
-            return chain
-        layout = self._layout.family(self._rank, "").layout
-        family = msgspec.structs.replace(chain.family, layout=layout)
-        parent = ROOT if chain.parent == ROOT else self._layout.ids_of_rank(chain.parent, self._rank)
-        return Piece(family, self._layout.ids_of_rank(chain.ids, self._rank), chain.first, parent)
 
     def _blocks(self) -> BlockCopier:
         if self._copier is None:
             raise ConfigError("vLLM has not registered its KV caches")
         return self._copier
-
-
-def _rows(buffer: torch.Tensor) -> list[memoryview]:
-    return [row.data for row in buffer.numpy()]
 
 
 def _distinct(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> list[torch.Tensor]:

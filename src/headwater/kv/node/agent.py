@@ -54,9 +54,9 @@ class StoreAgent:
             asked.cancel()
             return []
 
-    def ask(self, chain: Piece, *, ask_s: float = 0.0) -> "Future[list[TierRun]]":
-        """As `match`, for callers that do not wait; the future may be cancelled."""
-        return self._call(self.client.match(chain, timeout_s=ask_s))
+    def ask(self, chain: Piece, *, ask_s: float = 0.0, num_parts: int = 1) -> "Future[list[TierRun]]":
+        """As `StoreClient.match`, for callers that do not wait; the future may be cancelled."""
+        return self._call(self.client.match(chain, timeout_s=ask_s, num_parts=num_parts))
 
     def load(
         self, chain: Piece, into: Sequence[memoryview], *, timeout_s: float, on_arrived: OnArrived | None = None

@@ -118,11 +118,12 @@ class StoreClient:
         """How many of the joined ids, from the first on, are in the host tier. Reads shared memory, asks nobody."""
         return self._table.num_leading(ids) if self._table is not None else 0
 
-    async def match(self, chain: Piece, *, timeout_s: float = 0.0) -> list[TierRun]:
+    async def match(self, chain: Piece, *, timeout_s: float = 0.0, num_parts: int = 1) -> list[TierRun]:
         """From where the longest known prefix of the chain would come. `timeout_s`: how long other nodes and object
-        stores may be asked about what is not known here; 0: not at all."""
+        stores may be asked about what is not known here; 0: not at all. `num_parts`: how many chains of this size are
+        to be loaded together, for the predicted time; the others are taken to be where this one is."""
         try:
-            located = await self._ask(wire.Locate(0, _chain(chain), timeout_s), wire.Located, timeout_s)
+            located = await self._ask(wire.Locate(0, _chain(chain), timeout_s, num_parts), wire.Located, timeout_s)
         except StoreError as error:
             self._note(error)
             return []

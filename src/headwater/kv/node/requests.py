@@ -65,7 +65,7 @@ class Requests:
             case wire.Lease(timeout_s=0):
                 return self._lease(holder, request)
             case wire.Locate(timeout_s=0):
-                return wire.Located(request.serial, self._store.locate(_piece(request.chain)))
+                return wire.Located(request.serial, self._store.locate(_piece(request.chain), request.num_parts))
             case wire.Describe():
                 rate = ComputeRate(request.token_ms, request.pair_ms, request.block_tokens)
                 self._store.prices.describe(request.family, rate)
@@ -93,7 +93,7 @@ class Requests:
             case wire.Locate():
                 piece = _piece(request.chain)
                 await self._store.ask(piece, min(request.timeout_s, _MAX_TIMEOUT_S))
-                return wire.Located(request.serial, self._store.locate(piece))
+                return wire.Located(request.serial, self._store.locate(piece, request.num_parts))
             case wire.Prefetch():
                 piece = _piece(request.chain)
                 timeout_s = min(request.timeout_s, _MAX_TIMEOUT_S)

@@ -131,8 +131,9 @@ class NodeStore:
 
     # Looking
 
-    def locate(self, chain: Piece) -> list[TierRun]:
-        """From where the longest known prefix of the chain would come, and how long that would take."""
+    def locate(self, chain: Piece, num_parts: int = 1) -> list[TierRun]:
+        """From where the longest known prefix of the chain would come, and how long that would take if so many chains
+        of this size came together."""
         runs: list[tuple[Tier, int]] = []
         flags = [(one.tier, one.known(chain.ids)) for one in self.tiers]
         for number in range(chain.num_blocks):
@@ -143,7 +144,7 @@ class NodeStore:
                 runs[-1] = tier, runs[-1][1] + 1
             else:
                 runs.append((tier, 1))
-        size = chain.family.payload_bytes
+        size = chain.family.payload_bytes * num_parts
         return [TierRun(tier, count, self.prices.load_ms(tier, count * size)) for tier, count in runs]
 
     async def ask(self, chain: Piece, timeout_s: float) -> None:
@@ -165,8 +166,12 @@ class NodeStore:
     # Up
 
     async def fetch(self, chain: Piece, priority: Priority, timeout_s: float) -> int:
-        """Bring the chain into the host tier; how many blocks, from its start on, are there when this returns."""
+        """Bring the chain into the host tier; how many blocks, from its start on, are there when this returns.
+
+        What is demanded but not known here is asked for: of blocks in several parts only the first were looked up."""
         deadline = self._clock.now() + timeout_s
+        if priority is Priority.DEMANDED:
+            await self.ask(chain, timeout_s)
         present = 0
         for piece in pieces_of(chain):
             await self._within(deadline, self._fetch_piece(piece, priority, timeout_s))

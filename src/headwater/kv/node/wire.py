@@ -96,6 +96,8 @@ class Locate(_Message, frozen=True):
     chain: Chain
     timeout_s: Seconds
     """How long to wait for tiers that have to be asked; 0: only what is known here."""
+    num_parts: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+    """Chains of this size that are to be loaded together."""
 
 
 class Prefetch(_Message, frozen=True):
