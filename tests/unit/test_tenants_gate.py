@@ -131,6 +131,18 @@ def test_without_keys_this_host_gets_all_unless_a_page_was_pointed_here() -> Non
         gate.check(request(host=host), "inference")
 
 
+def test_without_keys_a_form_of_another_page_changes_nothing() -> None:
+    gate = gate_of(None)
+    for origin in ("http://localhost:3000", "https://127.0.0.1", "http://[::1]:8000"):
+        gate.check(request(host="127.0.0.1:8000", origin=origin), "admin")
+    for origin in ("https://evil.example", "http://localhost.evil.example", "null", "http://", "file://", "localhost"):
+        assert isinstance(refused(gate, request(host="127.0.0.1:8000", origin=origin), "admin"), Forbidden)
+        assert isinstance(refused(gate, request(host="127.0.0.1:8000", origin=origin), "metrics"), Forbidden)
+        gate.check(request(host="127.0.0.1:8000", origin=origin), "inference")
+    keyring, _, key = ring("admin")
+    gate_of(keyring).check(bearer(key, origin="https://dashboard.example"), "admin")
+
+
 def test_only_delegates_name_tenants() -> None:
     keyring, _, key = ring("inference")
     assert gate_of(keyring).check(bearer(key, x_tenant_id="other"), "inference").tenant == "acme"

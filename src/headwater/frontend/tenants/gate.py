@@ -5,8 +5,9 @@ Where there are no keys at all, whoever comes is let in: on an address of this h
 with `inference` only, so that nothing about the cluster is on a public port without a key.
 
 A key is looked up by a keyed hash of its digest under a secret of this process, then compared in constant time: how
-long that takes tells nothing. A page of another origin whose name was made to point here (DNS rebinding) is refused:
-without a key, what is more than inference wants a Host that names this host.
+long that takes tells nothing. A page of another origin is refused, whether its name was made to point here (DNS
+rebinding) or its visitor's browser sends a form here: without a key, what is more than inference wants a Host, and an
+Origin if there is one, that names this host.
 """
 
 import hmac
@@ -97,8 +98,11 @@ class Gate:
         return self._delegated(request, principal)
 
     def _whoever(self, request: HttpRequest, scope: Scope) -> Principal:
-        if scope != "inference" and not self._public and not _names_this_host(request.headers.get(b"host", b"")):
-            raise Forbidden("without a key this is for clients of this host that call it by address or as localhost")
+        if scope != "inference" and not self._public:
+            if not _names_this_host(request.headers.get(b"host", b"")):
+                raise Forbidden("without a key this is for clients of this host who call it by address or as localhost")
+            if not _is_page_of_this_host(request.headers.get(b"origin", b"")):
+                raise Forbidden("without a key this is not for pages of other origins")
         return self._anonymous
 
     def _holder(self, request: HttpRequest) -> Principal | None:
@@ -164,6 +168,12 @@ def _names_this_host(host: bytes) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def _is_page_of_this_host(origin: bytes) -> bool:
+    """`http://localhost:3000`. Browsers send it with whatever may change something; other clients send none."""
+    scheme, separator, host = origin.partition(b"://")
+    return not origin or (bool(separator) and scheme in (b"http", b"https") and bool(host) and _names_this_host(host))
 
 
 def _short(name: str) -> str:
