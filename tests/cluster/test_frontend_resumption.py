@@ -171,6 +171,24 @@ def test_bad_numbers_are_refused(demo_model: ResolvedModel, given: str) -> None:
     uvloop.run(main())
 
 
+def test_another_request_under_the_same_id_gets_nothing_of_the_answer(demo_model: ResolvedModel) -> None:
+    async def main() -> None:
+        async with running(demo_model) as it:
+            worker = await it.worker()
+            async with it.connection() as one:
+                asked = {"x_request_id": "fixed", "last_event_id": "0"}
+                first = await one.ask("POST", "/v1/chat/completions", STREAM, **asked)
+                other = await one.ask("POST", "/v1/chat/completions", {**STREAM, "max_tokens": 3}, **asked)
+                assert (other.status, other.json()["error"]["param"]) == (400, "x-request-id")
+                elsewhere = await one.ask("POST", "/v1/completions", STREAM, **asked)
+                assert elsewhere.status == 400
+                again = await one.ask("POST", "/v1/chat/completions", STREAM, **asked)
+                assert again.body == first.body
+                assert len(worker.requests) == 1
+
+    uvloop.run(main())
+
+
 def test_a_whole_answer_is_kept_too_and_others_are_not(demo_model: ResolvedModel) -> None:
     async def main() -> None:
         async with running(demo_model) as it:

@@ -2,15 +2,17 @@
 
 A request with the header `Last-Event-ID` (`0` at first) gets numbered events (`id: 7`). When its connection breaks the
 answer goes on, for so long; the same request with the same `x-request-id` and the last number seen gets the rest, and
-one that is sent twice by mistake gets the same answer. What is kept is bounded: the newest events of each answer, all
-answers together, and the time. Answers without the header are not kept and end with their connection. What is not kept
-here may be kept by another frontend of this host (`headwater.frontend.neighbours`).
+one that is sent twice by mistake gets the same answer; another request under an id in use gets nothing of it. What is
+kept is bounded: the newest events of each answer, all answers together, and the time. Answers without the header are
+not kept and end with their connection. What is not kept here may be kept by another frontend of this host
+(`headwater.frontend.neighbours`).
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.frontend.fault_metrics import FaultMetrics
@@ -39,9 +41,11 @@ class ResumptionLimits:
 class KeptAnswer:
     """Stands between who answers and the connection of the moment. Implements `Responder`."""
 
-    def __init__(self, owner: "Resumption", key: Key) -> None:
+    def __init__(self, owner: "Resumption", key: Key, asked: bytes) -> None:
+        """`asked`: what the request asks for, as `_asked_for` says it."""
         self._owner = owner
         self._key = key
+        self.asked = asked
         self._current: Responder | None = None
         self._headers: tuple[int, Headers] | None = None
         self._whole: tuple[int, Headers, bytes] | None = None
@@ -245,6 +249,12 @@ class Resumption:
         known = self._kept.get(_asked_key(request))
         if known is None:
             return False
+        if known.asked != _asked_for(request):
+            raise InvalidRequest(
+                "this x-request-id names the answer to another request: come back with the same path and body, or ask"
+                " under an id of its own",
+                param="x-request-id",
+            )
         known.attach(responder, after)
         self._metrics.resumed += 1
         return True
@@ -256,7 +266,7 @@ class Resumption:
         elif _event_number(request.headers[_HEADER]):
             _unknown(request).send_to(responder)
         else:
-            return handler(request, self._keep(_key(request, request.request_id), responder))
+            return handler(request, self._keep(request, responder))
         return None
 
     def forget(self, key: Key) -> None:
@@ -277,11 +287,12 @@ class Resumption:
     def _over(self) -> bool:
         return len(self._kept) > self.limits.max_answers or self.total_bytes > self.limits.total_bytes
 
-    def _keep(self, key: Key, responder: Responder) -> Responder:
+    def _keep(self, request: HttpRequest, responder: Responder) -> Responder:
         self.make_room()
         if len(self._kept) >= self.limits.max_answers:
             return responder
-        kept = self._kept[key] = KeptAnswer(self, key)
+        key = _key(request, request.request_id)
+        kept = self._kept[key] = KeptAnswer(self, key, _asked_for(request))
         kept.attach(responder, 0)
         return kept
 
@@ -301,6 +312,10 @@ def _asked_key(request: HttpRequest) -> Key:
 
 def _key(request: HttpRequest, request_id: str) -> Key:
     return (request.principal.tenant, request.principal.key_id, request_id)
+
+
+def _asked_for(request: HttpRequest) -> bytes:
+    return blake2b(b"%b\0%b" % (request.path.encode(), request.body), digest_size=16).digest()
 
 
 def _unknown(request: HttpRequest) -> Reply:
