@@ -242,7 +242,9 @@ class LocalSupervisor:
             return
         self._observer.on_progress(part, report)
         now = self._clock.now()
-        if report.phase != WAIT:
+        if report.phase == WAIT:
+            self._core.waits(part, report.detail)
+        else:
             self._core.progressed(now)
         self._apply(self._core.ready(part, now) if report.phase == READY else [])
 

@@ -138,6 +138,8 @@ class _State:
     start_at: float | None = None
     kill_at: float | None = None
     succeeded: bool = False
+    trouble: str = ""
+    """What it waits for, or why it ended last."""
 
     @property
     def alive(self) -> bool:
@@ -211,6 +213,11 @@ class Supervision:
         """Some part reported that start-up moves on."""
         self._extend_ready_deadline(now)
 
+    def waits(self, part: Part, what_for: str) -> None:
+        """A part reported that it cannot go on by itself, which is no progress."""
+        if part in self._states:
+            self._states[part].trouble = what_for
+
     def ready(self, part: Part, now: float) -> list[Action]:
         state = self._states[part]
         if state.status != "starting":
@@ -233,7 +240,7 @@ class Supervision:
         if not state.alive:
             return []
         ready_s = now - state.ready_at if state.status == "ready" else 0.0
-        state.status, state.kill_at = "down", None
+        state.status, state.kill_at, state.trouble = "down", None, reason
         if self._ending is not None:
             return self._proceed(now)
         if state.succeeded:
@@ -283,7 +290,7 @@ class Supervision:
                 actions.append(Kill(part))
         if self._ready_by is not None and self._ready_by <= now:
             waited = f"{self.limits.ready_timeout_s:g} s"
-            missing = ", ".join(str(part) for part, state in self._states.items() if state.status != "ready")
+            missing = ", ".join(_missing(part, its) for part, its in self._states.items() if its.status != "ready")
             reason = f"not ready: no progress for {waited}" + (f" (waiting for {missing})" if missing else "")
             actions += self.stop(now, NOT_READY_EXIT, reason)
         return actions
@@ -412,3 +419,7 @@ class Supervision:
     def _extend_ready_deadline(self, now: float) -> None:
         if self.limits.ready_timeout_s > 0 and not self._serving and self._ending is None:
             self._ready_by = now + self.limits.ready_timeout_s
+
+
+def _missing(part: Part, state: _State) -> str:
+    return f"{part}: {state.trouble}" if state.trouble else str(part)

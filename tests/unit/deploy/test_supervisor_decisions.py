@@ -169,6 +169,18 @@ def test_no_progress_in_time_ends_with_3_but_progress_buys_time() -> None:
     assert finish.code == 3
 
 
+def test_what_held_up_the_start_is_in_the_reason() -> None:
+    core = Supervision([F0, W0, W1], LIMITS)
+    core.begin(0.0)
+    core.ready(F0, 1.0)
+    core.waits(W0, "there is no server")
+    core.exited(W1, 2.0, 1, "the key is wrong")
+    core.tick(2.5)
+    stopping = core.tick(101.0)[0]
+    assert isinstance(stopping, Stopping)
+    assert stopping.reason.endswith("(waiting for worker-0: there is no server, worker-1: the key is wrong)")
+
+
 def test_with_one_worker_given_up_the_rest_is_ready() -> None:
     core = Supervision([F0, W0, W1], Limits(restarts=RestartLimits(max_restarts=0)))
     core.begin(0.0)
