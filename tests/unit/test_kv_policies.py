@@ -93,14 +93,46 @@ def test_costly_blocks_outlive_cheap_ones() -> None:
     assert not set(gone) & set(range(10))
 
 
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "cost"])
+def test_blocks_that_are_moved_are_the_first_to_go_of_their_new_group(policy: PolicyName) -> None:
+    chosen = make_policy(policy, 20, 2, lambda slot: 1.0)
+    for slot in range(6):
+        chosen.add(slot, slot % 2, slot)
+    chosen.move(4, 1)
+    assert chosen.group_of(4) == 1
+    gone: list[list[int]] = [[], []]
+    for group in (0, 1):
+        while (victim := chosen.victim(group, lambda slot: True)) is not None:
+            chosen.discard(victim, evicted=True)
+            gone[group].append(victim)
+    assert gone == [[0, 2], [4, 1, 3, 5]]
+
+
+def test_what_was_used_again_is_moved_as_such_under_s3fifo() -> None:
+    chosen = make_policy("s3fifo", 20, 2, lambda slot: 1.0)
+    for slot in range(3):
+        chosen.add(slot, 0, slot)
+        chosen.touch(slot)
+    for slot in range(10, 15):
+        chosen.add(slot, 0, slot)
+    chosen.add(3, 1, 3)
+    victim = chosen.victim(0, lambda slot: True)
+    assert victim == 10, "those before it have been used again"
+    chosen.move(0, 1)
+    assert chosen.victim(1, lambda slot: True) == 3, "which was not"
+
+
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 19)), max_size=200))
-def test_queues_are_what_lists_would_be(steps: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 19), st.booleans()), max_size=200))
+def test_queues_are_what_lists_would_be(steps: list[tuple[int, int, bool]]) -> None:
     queues = SlotQueues(20, 3)
     model: list[list[int]] = [[], [], []]
-    for queue, slot in steps:
+    for queue, slot, as_oldest in steps:
         where = next((number for number in range(3) if slot in model[number]), None)
-        if where is None:
+        if where is None and as_oldest:
+            queues.push_oldest(queue, slot)
+            model[queue].insert(0, slot)
+        elif where is None:
             queues.push(queue, slot)
             model[queue].append(slot)
         else:
@@ -213,6 +245,10 @@ def test_limits_change_and_come_to_an_end() -> None:
     shares.charge(a, -10)
     assert shares.limit("another", 0.1)
     assert shares.group_of("another") == a
+    for number in range(3 * MAX_GROUPS):
+        shares.limit(f"in passing {number}", 0.1)
+        shares.limit(f"in passing {number}", 1.0)
+    assert len(shares._groups) + len(shares._lifted) <= 2 * MAX_GROUPS
     assert shares.limit("a", 0.1)
     assert shares.group_of("a") != OTHERS, "that of one without blocks"
 
