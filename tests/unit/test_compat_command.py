@@ -92,7 +92,24 @@ def test_what_has_no_equivalent_is_said(capsys: pytest.CaptureFixture[str]) -> N
     assert "headwater serve M --engine vllm --enable-prefix-caching" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("given", ["vllm bench x", "vllm serve", "vllm serve A B", "vllm serve --model"])
+def test_a_line_may_be_quoted_as_a_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compat", "check", "--", "vllm serve M --dtype half"]) == 0
+    assert capsys.readouterr().out.startswith("headwater serve M --engine vllm --dtype float16\n")
+    assert main(["compat", "check", "--", "vllm serve 'M"]) == 2
+    assert "No closing quotation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "vllm bench x",
+        "vllm serve",
+        "vllm serve A B",
+        "vllm serve A --model B",
+        "vllm serve --model",
+        "python -m another.server --model M",
+    ],
+)
 def test_lines_that_serve_nothing(given: str) -> None:
     with pytest.raises(ConfigError) as refused:
         translate(given.split())

@@ -1,6 +1,7 @@
 """`headwater compat check -- vllm serve MODEL [flags]`, or SGLang's or TensorRT-LLM's line: the equivalent of it."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from headwater.compat.sglang import command as sglang
 from headwater.compat.translation import VERDICTS, TranslatedCommand
 from headwater.compat.trtllm import command as trtllm
 from headwater.compat.vllm import command as vllm
+from headwater.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,11 +34,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _translated(words: Sequence[str]) -> TranslatedCommand:
     """Raises `ConfigError`."""
+    if len(words) == 1:
+        words = _words_of(words[0])
     if trtllm.is_trtllm(words):
         return trtllm.translate(words)
     if sglang.is_sglang(words):
         return sglang.translate(words)
     return vllm.translate(words)
+
+
+def _words_of(line: str) -> list[str]:
+    """A line that was quoted as a whole. Raises `ConfigError`."""
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise ConfigError(f"{line} cannot be split into words: {error}") from None
 
 
 def _print_json(found: TranslatedCommand) -> None:

@@ -95,6 +95,8 @@ def translated_command(
     flags: list[Translation] = []
     for group in groups:
         if group[0] in model_flags:
+            if model:
+                raise ConfigError(f"two models: {model} and {_value(group)}", hint=expected)
             model = _value(group)
         elif group[0].startswith("-"):
             flags.append(translation(group))

@@ -131,6 +131,8 @@ def _arguments(words: Sequence[str]) -> list[str]:
         left = left[2:]
     elif "vllm.entrypoints.openai.api_server" in left:
         left = left[left.index("vllm.entrypoints.openai.api_server") + 1 :]
+    elif "-m" in left:
+        raise ConfigError(f"`{' '.join(left[: left.index('-m') + 2])}` starts no server that is known", hint=_EXPECTED)
     elif left[:1] == ["vllm"]:
         raise ConfigError(f"`{' '.join(left[:2])}` serves nothing", hint="expected `vllm serve MODEL [flags]`")
     return split_values(left)
