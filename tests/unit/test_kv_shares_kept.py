@@ -19,12 +19,13 @@ from headwater.errors import ProtocolError, TierUnavailable
 from headwater.kv.node import wire
 from headwater.kv.node.open import NodeOptions, open_store
 from headwater.kv.node.store import NodeStore
+from headwater.kv.shares import OTHERS, Shares
 from headwater.kv.stores.base import TierStore
 from headwater.kv.stores.conformance import OTHER, PAYLOAD_BYTES, Run
 from headwater.kv.stores.disk import DiskOptions, DiskTier
 from headwater.kv.stores.ledgered import TierOptions
 from headwater.kv.stores.object import catalogue
-from headwater.kv.stores.object.ledger import Ledger
+from headwater.kv.stores.object.ledger import Ledger, Owned
 from headwater.kv.stores.object.options import ObjectOptions
 from headwater.kv.stores.object.tier import ObjectTier
 
@@ -134,6 +135,16 @@ async def test_a_disk_tier_of_an_older_version_is_reopened(tmp_path: Path) -> No
         tier.limit("flood", 0.25)
         tier.ledger.regroup()
         assert used(tier) == taken, "once its first request has told the limit"
+
+
+@on_loop
+async def test_a_disk_tier_that_is_begun_anew_because_it_is_smaller_keeps_the_limits(tmp_path: Path) -> None:
+    async with disk(tmp_path) as tier:
+        await fill(tier)
+    smaller = DiskTier(DiskOptions(tmp_path, TierOptions(CAP // 4, min_block_bytes=4096)), RealClock())
+    assert smaller.usage().num_blocks == 0, "in chunks of another size"
+    assert smaller.limits() == {"flood": 0.25}
+    await smaller.close()
 
 
 @pytest.mark.parametrize("limits", [{"flood": 0}, {"flood": 1.5}, {"flood": -0.1}, {"flood": None}, ["flood"], 1])
@@ -277,6 +288,51 @@ async def test_of_what_requests_have_said_before_the_ledger_came_the_last_counts
         tier.limit("more than are kept", 0.5)
         await tier._upkeep.loaded()
         assert tier._catalogue.shares.limits() == {"flood": 0.25, "more than are kept": 0.5}
+
+
+@on_loop
+async def test_a_limit_alone_is_worth_saving() -> None:
+    store = MemoryStore()
+    for fraction, expected in ((0.5, {"flood": 0.5}), (0.25, {"flood": 0.25}), (1.0, {})):
+        async with bucket(store) as tier:
+            await tier._upkeep.loaded()
+            tier.limit("flood", fraction)
+        async with bucket(store) as tier:
+            await tier._upkeep.loaded()
+            assert tier._catalogue.shares.limits() == expected
+
+
+@on_loop
+async def test_limits_of_another_process_under_the_same_name_are_its_own() -> None:
+    store = MemoryStore()
+    async with bucket(store) as one, bucket(store) as other:
+        for tier in (one, other):
+            await tier._upkeep.loaded()
+        one.limit("flood", 0.25)
+        await put(one, "flood", 0, 1)
+        await one._upkeep.save()
+        await put(other, "ours", 0, 1)
+        await other._upkeep.save()  # finds what `one` has saved, and takes in its objects
+        assert other._catalogue.shares.limits() == {}
+        assert used(other) == {"": sum(used(one).values()) * 2}
+
+
+def test_objects_that_are_moved_are_the_first_to_go_of_their_new_group() -> None:
+    shares = Shares()
+    ledger = Ledger(shares)
+    for number in range(6):
+        ledger.add(bytes([number]), Owned(f"runs/{number % 2}", 10, 0), f"tenant {number % 2}")
+    ledger.touch(bytes([0]))
+    shares.limit("tenant 0", 0.5)
+    ledger.regroup()
+    shares.limit("tenant 1", 0.5)
+    ledger.regroup()
+    assert [[name[0] for name, _ in ledger.oldest(group)] for group in (OTHERS, 1, 2)] == [[], [2, 4, 0], [1, 3, 5]]
+    shares.limit("tenant 0", 1.0)
+    ledger.add(bytes([7]), Owned("runs/2", 10, 0))
+    ledger.regroup()
+    assert [name[0] for name, _ in ledger.oldest(OTHERS)] == [2, 4, 0, 7]
+    assert shares.used_bytes == {OTHERS: 40, 2: 30}
 
 
 def test_an_older_version_reads_what_this_one_saves() -> None:
