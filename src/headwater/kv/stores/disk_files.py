@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from headwater.config.units import about_bytes
 from headwater.errors import ConfigError, TierUnavailable
 from headwater.kv.block import Family
 from headwater.kv.shares import Limits
@@ -144,7 +145,7 @@ class DiskFiles:
         available = status.f_bavail * status.f_frsize + self.used_bytes()
         if cap_bytes > available:
             raise ConfigError(
-                f"the disk tier at {self.folder} may take {cap_bytes} bytes, of which {available} are free",
+                f"the disk tier at {self.folder} may take {about_bytes(cap_bytes)}: {about_bytes(available)} are free",
                 hint="give it less, or make room",
             )
 

@@ -14,6 +14,7 @@ import os
 
 import msgspec
 
+from headwater.config.units import about_bytes
 from headwater.errors import ConfigError, StoreError
 from headwater.kv.space import PAGE_BYTES
 from headwater.kv.table import RECORD_BYTES, index_bytes
@@ -71,11 +72,13 @@ class SharedPool:
     @classmethod
     def create(cls, data_bytes: int, capacity: int) -> "SharedPool":
         """All memory is taken now, so that none of it can be found missing later. Raises `ConfigError`."""
+        if data_bytes < PAGE_BYTES:
+            raise ConfigError(f"a host tier of {data_bytes} bytes has no room for blocks", hint="give it more")
         layout = PoolLayout(capacity, data_bytes)
         available = available_bytes()
-        if not 0 < layout.file_bytes <= available:
+        if layout.file_bytes > available:
             raise ConfigError(
-                f"a host tier of {data_bytes} bytes does not fit: {available} bytes of memory are available",
+                f"a host tier of {about_bytes(data_bytes)} does not fit: {about_bytes(available)} are available",
                 hint="give it less, or stop what takes the memory",
             )
         fd = os.memfd_create("headwater-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
