@@ -245,7 +245,7 @@ class LocalSupervisor:
         if report.phase == WAIT:
             self._core.waits(part, report.detail)
         else:
-            self._core.progressed(now)
+            self._core.progressed(part, now)
         self._apply(self._core.ready(part, now) if report.phase == READY else [])
 
     def _tick(self) -> None:

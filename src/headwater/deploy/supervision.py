@@ -209,8 +209,9 @@ class Supervision:
         self._extend_ready_deadline(now)
         return [self._start(part) for part in self.parts]
 
-    def progressed(self, now: float) -> None:
-        """Some part reported that start-up moves on."""
+    def progressed(self, part: Part, now: float) -> None:
+        """A part reported that its start-up moves on."""
+        self.waits(part, "")
         self._extend_ready_deadline(now)
 
     def waits(self, part: Part, what_for: str) -> None:

@@ -23,7 +23,7 @@ from headwater.deploy.supervision import (
     Terminate,
 )
 
-F0, W0, W1 = Part("frontend", 0), Part("worker", 0), Part("worker", 1)
+F0, W0, W1, W2 = Part("frontend", 0), *(Part("worker", number) for number in range(3))
 LIMITS = Limits(restarts=RestartLimits(max_restarts=2), ready_timeout_s=100.0, drain_timeout_s=30.0, exit_grace_s=5.0)
 
 
@@ -157,7 +157,7 @@ def test_no_progress_in_time_ends_with_3_but_progress_buys_time() -> None:
     core = Supervision([F0, W0], LIMITS)
     core.begin(0.0)
     core.ready(F0, 1.0)
-    core.progressed(90.0)
+    core.progressed(W0, 90.0)
     assert core.tick(189.0) == []
     stopping, terminate = core.tick(190.0)
     assert isinstance(stopping, Stopping)
@@ -170,15 +170,17 @@ def test_no_progress_in_time_ends_with_3_but_progress_buys_time() -> None:
 
 
 def test_what_held_up_the_start_is_in_the_reason() -> None:
-    core = Supervision([F0, W0, W1], LIMITS)
+    core = Supervision([F0, W0, W1, W2], LIMITS)
     core.begin(0.0)
     core.ready(F0, 1.0)
-    core.waits(W0, "there is no server")
+    for part in (W0, W2):
+        core.waits(part, "there is no server")
     core.exited(W1, 2.0, 1, "the key is wrong")
     core.tick(2.5)
-    stopping = core.tick(101.0)[0]
+    core.progressed(W2, 3.0)
+    stopping = core.tick(103.0)[0]
     assert isinstance(stopping, Stopping)
-    assert stopping.reason.endswith("(waiting for worker-0: there is no server, worker-1: the key is wrong)")
+    assert stopping.reason.endswith("(waiting for worker-0: there is no server, worker-1: the key is wrong, worker-2)")
 
 
 def test_with_one_worker_given_up_the_rest_is_ready() -> None:
