@@ -35,10 +35,11 @@ _MAX_ASK_S = 0.25
 _REST_S = 5.0
 """A store that did not answer in time is left alone for so long."""
 _PATIENCE = 4.0
-"""A load may take so many times what was predicted, ..."""
+"""A load may take so many times what was predicted, but no longer than computing the same: a tier that has become slow
+costs twice the time at most."""
 _MIN_PATIENCE_S = 0.25
 _ENGINE_SLACK_S = 2.0
-"""... and the engine waits this much longer, should all else fail."""
+"""The engine waits this much longer, should all else fail."""
 _SMALL_PART = 0.25
 """Of what another worker would compute: more is not computed here, where others decode."""
 
@@ -128,8 +129,7 @@ class Onloader:
         )
         if not plan.num_blocks or not self._worth_staying(request.prefill, blocks, cached + plan.num_blocks, plan):
             return None
-        patience_s = max(_MIN_PATIENCE_S, _PATIENCE * plan.load_ms / 1e3)
-        return _Load(request, blocks.chain.part(0, cached + plan.num_blocks), patience_s)
+        return _Load(request, blocks.chain.part(0, cached + plan.num_blocks), _patience_s(plan))
 
     def _worth_staying(
         self, elsewhere: RemotePrefill | None, blocks: RequestBlocks, num_blocks: int, plan: LoadPlan
@@ -199,6 +199,11 @@ class Onloader:
                 self._port.loaded(stream, first + arrived)
             else:
                 self._port.stopped(stream)
+
+
+def _patience_s(plan: LoadPlan) -> float:
+    computing_ms = plan.load_ms + plan.saved_ms
+    return max(_MIN_PATIENCE_S, min(_PATIENCE * plan.load_ms, computing_ms) / 1e3)
 
 
 def _report(request: EngineRequest) -> "Callable[[asyncio.Task[None]], None]":
