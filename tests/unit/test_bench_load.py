@@ -201,6 +201,29 @@ def test_a_broken_trace_names_its_row(tmp_path: Path) -> None:
         list(read_trace(tmp_path / "missing.csv"))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("t.jsonl", b'{"timestamp":0,"input_length":-5,"output_length":3}', r"t\.jsonl:1: .* >= 0 .*input_length"),
+        ("t.jsonl", b'{"timestamp":0,"input_length":5000000000,"output_length":3}', r"<= 16777216 .*input_length"),
+        ("t.jsonl", b'{"timestamp":NaN,"input_length":5,"output_length":3}', r"t\.jsonl:1"),
+        ("t.jsonl", b'{"timestamp":1e999,"input_length":5,"output_length":3}', r"t\.jsonl:1"),
+        ("t.jsonl", b'{"timestamp":0,"input_length":5,"output_length":3,"hash_ids":[1e400]}', r"t\.jsonl:1"),
+        ("t.jsonl", b"[" * 100_000, r"t\.jsonl:1"),
+        ("t.jsonl", b"\x7fELF\xd0\xff", "cannot read the trace"),
+        ("t.csv", b"\x7fELF\xd0\xff", "cannot read the trace"),
+        ("t.jsonl.gz", b"not compressed", "cannot read the trace"),
+        ("t.csv", b"garbage", r"t\.csv:1: expected the columns TIMESTAMP"),
+        ("t.csv", b"TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,-5,3", r"t\.csv:2: .* >= 0"),
+        ("t.csv", b"TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00", r"t\.csv:2"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        list(read_trace(tmp_path / name))
+
+
 def test_targets_are_parsed_strictly() -> None:
     assert Target.parse("https://example.org/v1/").port == 443
     assert Target.parse("localhost:81").base_path == ""

@@ -2,23 +2,37 @@
 
 Mooncake rows carry `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one per 512-token block: equal
 ids become equal text, so that prefix reuse is what it was. Azure rows carry lengths only: every prompt is new.
+Lengths and times that no request can have are refused, for a simulation would take them at their word.
 """
 
 import csv
 import gzip
 import io
-import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from random import Random
-from typing import TextIO
+from typing import Annotated, TextIO
+
+import msgspec
 
 from headwater.bench.workload import LoadRequest, words
 from headwater.errors import ConfigError
 
 MOONCAKE_BLOCK_TOKENS = 512
+_MAX_TOKENS = 1 << 24
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
+
+
+class _MooncakeRow(msgspec.Struct):
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    """Milliseconds."""
+    input_length: _Tokens
+    output_length: _Tokens
+    hash_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +81,10 @@ def read_trace(path: Path) -> Iterator[TraceRow]:
     """Rows of a trace file in order. Raises `ConfigError` naming the row that cannot be read."""
     with _open_text(path) as file:
         is_json = path.name.removesuffix(".gz").endswith(".jsonl")
-        yield from _mooncake(path, file) if is_json else _azure(path, file)
+        try:
+            yield from _mooncake(path, file) if is_json else _azure(path, file)
+        except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
+            raise ConfigError(f"cannot read the trace {path}: {error}") from error
 
 
 def _open_text(path: Path) -> TextIO:
@@ -80,25 +97,31 @@ def _open_text(path: Path) -> TextIO:
 
 
 def _mooncake(path: Path, file: TextIO) -> Iterator[TraceRow]:
+    decoder = msgspec.json.Decoder(_MooncakeRow, strict=False)
     for number, line in enumerate(file, 1):
         try:
-            row = json.loads(line)
-            yield TraceRow(
-                at_s=float(row["timestamp"]) / 1000,
-                input_tokens=int(row["input_length"]),
-                output_tokens=int(row["output_length"]),
-                hash_ids=tuple(int(hash_id) for hash_id in row.get("hash_ids", ())),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}:{number}: not a Mooncake trace row: {error!r}") from error
+            row = decoder.decode(line)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ConfigError(f"{path}:{number}: not a Mooncake trace row: {error}") from error
+        yield TraceRow(row.timestamp / 1000, row.input_length, row.output_length, row.hash_ids)
 
 
 def _azure(path: Path, file: TextIO) -> Iterator[TraceRow]:
     start: datetime | None = None
-    for number, row in enumerate(csv.DictReader(file), 2):
+    rows = csv.DictReader(file)
+    if not set(_AZURE_COLUMNS) <= set(rows.fieldnames or ()):
+        raise ConfigError(f"{path}:1: expected the columns {', '.join(_AZURE_COLUMNS)}")
+    for number, row in enumerate(rows, 2):
         try:
             at = datetime.fromisoformat(row["TIMESTAMP"][:26])
             start = start or at
-            yield TraceRow((at - start).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}:{number}: not an Azure trace row: {error!r}") from error
+            asked = TraceRow(
+                (at - start).total_seconds(), _tokens(row["ContextTokens"]), _tokens(row["GeneratedTokens"])
+            )
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path}:{number}: not an Azure trace row: {error}") from error
+        yield asked
+
+
+def _tokens(text: str) -> int:
+    return msgspec.convert(text, _Tokens, strict=False)
