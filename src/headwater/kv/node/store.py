@@ -168,10 +168,11 @@ class NodeStore:
     async def fetch(self, chain: Piece, priority: Priority, timeout_s: float) -> int:
         """Bring the chain into the host tier; how many blocks, from its start on, are there when this returns.
 
-        What is demanded but not known here is asked for: of blocks in several parts only the first were looked up."""
+        What is demanded but not known here is asked for, half of the time at most: of blocks in several parts only the
+        first were looked up."""
         deadline = self._clock.now() + timeout_s
         if priority is Priority.DEMANDED:
-            await self.ask(chain, timeout_s)
+            await self.ask(chain, timeout_s / 2)
         present = 0
         for piece in pieces_of(chain):
             await self._within(deadline, self._fetch_piece(piece, priority, timeout_s))
