@@ -36,7 +36,7 @@ class OwnStore(MockerEngine):
         self.told = listener
         info = await super().start(listener, progress)
         self.card = info.card
-        return replace(info, store=True)
+        return replace(info, store=True, num_ranks=2)
 
 
 @pytest.fixture
@@ -132,11 +132,13 @@ def test_routers_are_told_what_loads_take_and_the_store_what_computing_costs(
         async with client_of(path) as client, workers({"w": engine}, kv_socket=path) as cluster:
             worker, card = cluster["w"], engine.card
             own = CHAIN.family
-            family = msgspec.structs.replace(own, model=card.fingerprint)
+            family = msgspec.structs.replace(own, model=card.fingerprint, parts=8)
             await offered(client, CHAIN._replace(family=family))
             await eventually(lambda: worker.stored.token_ms.keys() == {"host", "disk"}, "tiers are priced", 10)
             per_mib = (await client.status()).tiers[1].load_ms_per_mib
-            assert worker.stored.token_ms["disk"] == pytest.approx(per_mib * PAYLOAD / 16 / (1 << 20))
+            assert worker.stored.token_ms["disk"] == pytest.approx(per_mib * 4 * PAYLOAD / 16 / (1 << 20)), (
+                "of 8 parts a rank loads 4"
+            )
             assert worker.stored.token_ms["host"] < worker.stored.token_ms["disk"]
             assert {one for one, _ in told} == {family}, "of this model alone"
             assert all(rate.block_tokens == 16 and rate.token_ms > 0 for _, rate in told)

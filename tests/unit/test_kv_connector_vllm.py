@@ -98,6 +98,22 @@ def test_what_one_size_stores_another_loads(make: Make, heads: int, sizes: tuple
         eventually_stored(engine, tokens, stored // 4)
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_part_that_is_missing_is_computed_and_stored_again(make: Make, missing: int) -> None:
+    first, tokens = make(heads=2), prompt(42)
+    answer = first.run(Request("a", list(tokens)), 4)
+    eventually_stored(first, tokens, 10)
+    half = first.scheduler._of_scheduler()
+    ids = half._state(Request("look", tokens)).chain.upto(tokens, 10).ids
+    gone = part_ids(ids, half._parts.layout, missing)[6 * 16 : 7 * 16]
+    assert half._agent._call(half._agent.client.remove(gone)).result(5) == 1
+    for size, computed in ((2, 42 - 6 * 4), (1, 2)):
+        engine = make(heads=2, tp=size)
+        assert engine.run(Request("b", list(tokens)), 4) == answer
+        assert engine.computed == computed + 3
+        eventually_stored(engine, tokens, 10)
+
+
 def test_two_engines_share_while_both_run(make: Make) -> None:
     one, two = make(), make()
     tokens = prompt(30)

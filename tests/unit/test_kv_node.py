@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headwater.clock import RealClock
 from headwater.errors import StoreError
 from headwater.kv.admission import AdmitAll, SecondUse
-from headwater.kv.block import ROOT
+from headwater.kv.block import ROOT, Family
+from headwater.kv.identity import split_block_ids
 from headwater.kv.lifecycle import Rules
 from headwater.kv.node import wire
 from headwater.kv.node.client import StoreClient
@@ -26,7 +28,7 @@ from headwater.kv.stores.ledgered import TierOptions
 from headwater.kv.stores.memory import MemoryTier
 from headwater.kv.table import BlockTable
 from headwater.runtime.conformance import eventually, run_leak_checked
-from kv_fixtures import buffers, chain, family_of, payload_of
+from kv_fixtures import blocks_of, buffers, chain, family_of, payload_of
 
 SIZE = 8192
 HOST = TierOptions(4 << 20, min_block_bytes=4096, rules=Rules(max_reserved=0.5))
@@ -103,6 +105,7 @@ def test_what_one_worker_stores_another_loads(tmp_path: Path) -> None:
             runs = await two.match(run)
             assert [(found.tier, found.num_blocks) for found in runs] == [("host", 20)]
             assert runs[0].load_ms > 0
+            assert (await two.match(run, num_parts=8))[0].load_ms > 2 * runs[0].load_ms, "with others of that size"
             progress: list[int] = []
             into = buffers(20, SIZE)
             assert await two.load(run, into, timeout_s=1.0, on_arrived=progress.append) == 20
@@ -390,6 +393,48 @@ def test_cost_of_computing_is_learned_from_engines(tmp_path: Path) -> None:
             await client.offer(run, payloads(run))
             await asyncio.sleep(0.05)
             assert not any(disk.known(run.ids)), "computing it is cheaper than reading it back"
+
+    run_leak_checked(check())
+
+
+def test_computing_a_block_counts_once_for_all_its_parts() -> None:
+    prices, whole = NodePrices(), piece("a", 1).family
+    part = msgspec.structs.replace(whole, payload_bytes=SIZE // 8, parts=8)
+    enough_ms = prices.load_ms("disk", 10 * SIZE) - prices.load_ms("host", 10 * SIZE)
+    for family in (whole, part):
+        for factor in (0.8, 1.2):
+            prices.describe(family, ComputeRate(factor * enough_ms / 160, 0.0, 16))
+            assert prices.pays("disk", family, 9, 10) == (factor > 1)
+    assert prices.worth(whole, 5) == pytest.approx(prices.worth(part, 5))
+
+
+class Afar(MemoryTier):
+    """Others write to it too: what it has is found out by asking."""
+
+    def __init__(self) -> None:
+        super().__init__(32 << 20, "object")
+        self._asked: set[bytes] = set()
+
+    def known(self, ids: bytes) -> bytes:
+        flags = zip(split_block_ids(ids), super().known(ids), strict=True)
+        return bytes(here and block_id in self._asked for block_id, here in flags)
+
+    async def contains(self, family: Family, ids: bytes, first: int = 0) -> bytes:
+        self._asked.update(split_block_ids(ids))
+        return self.known(ids)
+
+
+def test_parts_beside_the_one_that_was_looked_up_are_asked_for_when_they_are_wanted(tmp_path: Path) -> None:
+    async def check() -> None:
+        afar, run = Afar(), piece("a", 10)
+        beside = piece("b", 10)._replace(family=msgspec.structs.replace(run.family, beside=True))
+        for one in (run, beside):
+            await afar.put(one.family, *blocks_of(split_block_ids(one.ids), SIZE))
+        async with running(tmp_path, lower=afar) as node:
+            client = await node.client()
+            assert [found.num_blocks for found in await client.match(run, timeout_s=1.0)] == [10]
+            assert await client.prefetch(beside, timeout_s=1.0) == 0, "nobody looks far for what may be wanted"
+            assert await load(client, run) == await load(client, beside) == 10
 
     run_leak_checked(check())
 

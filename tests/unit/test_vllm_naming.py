@@ -99,7 +99,10 @@ def test_blocks_have_the_ids_and_the_tenant_of_the_request(
     answer = first.run(asked("a", tokens, key, tenant), 4)
     assert all(stored(store, part_ids(of_cluster(key, tokens), layout_of(first), head), 10) for head in range(2))
     families = store._call(store.client.status()).result(5).tiers[0].families
-    assert [(one.model, one.tenant) for one in families] == [("print", tenant)]
+    assert [(one.model, one.tenant, one.parts, one.beside) for one in families] == [
+        ("print", tenant, 2, False),
+        ("print", tenant, 2, True),
+    ]
     again = make(tp=later, heads=2)
     assert again.run(asked("b", tokens, key, tenant), 4) == answer
     assert again.computed == 2 + 3

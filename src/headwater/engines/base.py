@@ -127,6 +127,8 @@ class EngineInfo:
     """Whether it moves KV to others of its kind by itself: `export` ends with a ticket, which another one takes."""
     store: bool = False
     """Whether it goes to the host's KV store by itself, and names blocks there as requests do."""
+    num_ranks: int = 1
+    """Of tensor parallelism, each of which loads its own part of a block from there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 MAX_PAYLOAD_BYTES = 1 << 30
+MAX_PARTS = 1 << 12
 
 Label = Annotated[str, msgspec.Meta(max_length=256)]
 
@@ -20,6 +21,10 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
     tenant: Label
     """Empty when blocks are shared by all."""
     payload_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAYLOAD_BYTES)]
+    parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTS)] = 1
+    """Blocks of this size in which what a model keeps of the same tokens is stored."""
+    beside: bool = False
+    """Whether these are parts beside the first, which stands for all of them: nobody is told what there is of these."""
 
     def matches(self, tenant: str | None, model: str | None) -> bool:
         """Whether it is of that tenant and that model; None is any."""

@@ -54,6 +54,10 @@ class Families:
         self._blocks[number] += num_blocks
         self._bytes[number] += num_bytes
 
+    def beside(self) -> set[int]:
+        """Those of whose blocks nobody is told."""
+        return {number for number, family in enumerate(self._families) if family.beside}
+
     def matching(self, tenant: str | None, model: str | None) -> set[int]:
         return {number for number, family in enumerate(self._families) if family.matches(tenant, model)}
 

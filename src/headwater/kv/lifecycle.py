@@ -28,7 +28,7 @@ from headwater.kv.regrouping import Regrouping
 from headwater.kv.room import Room
 from headwater.kv.shares import OTHERS, Limits, Shares, ShareUsage
 from headwater.kv.space import Space, slot_bytes_for
-from headwater.kv.table import BlockTable, Record
+from headwater.kv.table import BlockTable, Record, residents
 from headwater.types import Tier
 
 _CLEAR_STEP = 1024
@@ -155,7 +155,7 @@ class Ledger:
                     continue
             self._give_back(reservation.family, slot, offset)
         committed.reverse()
-        for slot in committed:
+        for slot in committed if not family.beside else ():
             block = reservation.blocks[slot][0]
             self._journal.stored(block.id, block.parent)
         self.counters.num_stored += len(committed)
@@ -231,7 +231,8 @@ class Ledger:
         self.table.remove(slot)
         group = self._policy.group_of(slot)
         self._policy.discard(slot, evicted=evicted)
-        self._journal.removed(record.block.id)
+        if not self.families[record.family].beside:
+            self._journal.removed(record.block.id)
         slot_bytes = slot_bytes_for(record.payload_bytes)
         self._shares.charge(group, -slot_bytes)
         self.families.charge(record.family, -1, -slot_bytes)
@@ -350,7 +351,11 @@ class Ledger:
                 yield slot, record
 
     def drain_events(self) -> list[TierEvent]:
-        return self._journal.drain(lambda: ((record.block.id, record.block.parent) for _, record in self.records()))
+        return self._journal.drain(self.resident)
+
+    def resident(self) -> Iterator[tuple[bytes, bytes]]:
+        """(id, parent) of all blocks that others are told of, as of this call."""
+        return residents(self.table.snapshot(), self.families.beside())
 
     def check(self) -> None:
         """Every slot is in one state and every byte is accounted for. For tests."""

@@ -13,7 +13,7 @@ full; ids are hashes already, so their first bytes pick the place. Costs per blo
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from struct import Struct
 from typing import NamedTuple
 
@@ -253,9 +253,9 @@ def records_in(snapshot: bytes) -> Iterator[Record]:
             yield Record(Block(block_id, parent, position, checksum), offset, payload_bytes, stored_at_s, family)
 
 
-def residents(snapshot: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(id, parent) of the committed blocks of a snapshot."""
-    return ((record.block.id, record.block.parent) for record in records_in(snapshot))
+def residents(snapshot: bytes, hidden: Container[int] = ()) -> Iterator[tuple[bytes, bytes]]:
+    """(id, parent) of the committed blocks of a snapshot, but for those of `hidden` families."""
+    return ((record.block.id, record.block.parent) for record in records_in(snapshot) if record.family not in hidden)
 
 
 def run_of(flags: Sequence[int]) -> int:

@@ -23,10 +23,11 @@ _MIB = 1 << 20
 
 
 class Followed:
-    """From `start` to `close`. `rate`: what computing a block costs, as far as it was measured."""
+    """From `start` to `close`. `rate`: what computing a block costs, as far as it was measured. `num_ranks`: of tensor
+    parallelism."""
 
-    def __init__(self, client: StoreClient, card: ModelCard, rate: Callable[[], ComputeRate]) -> None:
-        self._client, self._card, self._rate = client, card, rate
+    def __init__(self, client: StoreClient, card: ModelCard, rate: Callable[[], ComputeRate], num_ranks: int) -> None:
+        self._client, self._card, self._rate, self._num_ranks = client, card, rate, num_ranks
         self._token_ms: dict[Tier, float] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -52,14 +53,22 @@ class Followed:
         families = list(_families(tiers, self._card.fingerprint))[:_MAX_DESCRIBED]
         if not families:
             return
-        block_mib = max(family.payload_bytes for family in families) / _MIB
+        block_mib = max(self._loaded_bytes(family) for family in families) / _MIB
         token_mib = block_mib / self._card.block_size
         self._token_ms = {tier.tier: tier.load_ms_per_mib * token_mib for tier in tiers}
         for family in families:
             await self._client.describe(family, self._rate())
 
+    def _loaded_bytes(self, family: Family) -> int:
+        """Of a block, by one rank: all load at the same time."""
+        return family.payload_bytes * max(1, family.parts // self._num_ranks)
+
 
 def _families(tiers: Sequence[TierStatus], model: str) -> Iterator[Family]:
     """Of all tiers, each once."""
     used = (one for tier in tiers for one in tier.families if one.model == model)
-    return iter(dict.fromkeys(Family(one.model, one.layout, one.tenant, one.payload_bytes) for one in used))
+    return iter(
+        dict.fromkeys(
+            Family(one.model, one.layout, one.tenant, one.payload_bytes, one.parts, one.beside) for one in used
+        )
+    )

@@ -78,7 +78,9 @@ class KvTiers:
         if self._client.problem:
             _log.warning("going on without a KV store until there is one: %s", self._client.problem)
         if port is None or info.store:
-            self._followed = Followed(self._client, info.card, partial(self._rate, info.card.block_size))
+            self._followed = Followed(
+                self._client, info.card, partial(self._rate, info.card.block_size), info.num_ranks
+            )
             self._followed.start()
             return
         self._chunk_tokens = max(1, info.max_num_batched_tokens)

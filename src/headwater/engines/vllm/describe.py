@@ -60,6 +60,7 @@ def engine_info(
         batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
         tickets=connectors.move and staging is None,
         store=connectors.store,
+        num_ranks=int(vllm.parallel_config.tensor_parallel_size),
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from headwater.errors import ConfigError
@@ -35,12 +36,15 @@ class Parts:
     layout: str
     """Equal names, exchangeable parts."""
     part_bytes: int
+    count: int
+    """Of all ranks."""
     held: range
     """Their numbers, in the order in which they lie in the rank's blocks."""
     writes: bool = True
 
     def family(self, salt: str) -> Family:
-        return Family(self.model, self.layout, label(salt), self.part_bytes)
+        """Of the first parts."""
+        return Family(self.model, self.layout, label(salt), self.part_bytes, self.count)
 
     def key(self, adapter: str, salt: str, era: str) -> bytes:
         """Of ids. `era` tells the time before a reset of the cache from that after."""
@@ -57,8 +61,11 @@ class Parts:
         ]
 
     def _chain(self, first: Piece, part: int) -> Piece:
+        if not part:
+            return first
         parent = ROOT if first.parent == ROOT else part_ids(first.parent, self.layout, part)
-        return first._replace(ids=part_ids(first.ids, self.layout, part), parent=parent)
+        family = msgspec.structs.replace(first.family, beside=True)
+        return Piece(family, part_ids(first.ids, self.layout, part), first.first, parent)
 
 
 def parts_of(
@@ -73,12 +80,19 @@ def parts_of(
         if not rank and caches:
             level = logging.WARNING if layout.num_ranks > 1 else logging.INFO
             _log.log(level, "the KV store serves --tensor-parallel-size %d only: %s", layout.num_ranks, error)
-        return Parts(layout.model, f"{layout.name}.tp{layout.num_ranks}", layout.block_bytes, range(rank, rank + 1))
+        return Parts(
+            model=layout.model,
+            layout=f"{layout.name}.tp{layout.num_ranks}",
+            part_bytes=layout.block_bytes,
+            count=layout.num_ranks,
+            held=range(rank, rank + 1),
+        )
     held = heads_of(rank, layout.num_ranks, heads.total)
     return Parts(
         model=layout.model,
         layout=f"{heads.layout}.head",
         part_bytes=layout.block_bytes // len(held),
+        count=heads.total,
         held=held,
         writes=not rank or heads_of(rank - 1, layout.num_ranks, heads.total) != held,
     )

@@ -46,13 +46,13 @@ class NodePrices:
 
     def worth(self, family: Family, position: int) -> float:
         """Milliseconds of computing that a block saves, per byte it takes."""
-        return self._rates.get(family, _UNKNOWN).block_ms(position) / family.payload_bytes
+        return self._rates.get(family, _UNKNOWN).block_ms(position) / (family.parts * family.payload_bytes)
 
     def pays(self, tier: Tier, family: Family, position: int, num_blocks: int) -> bool:
         """Whether a run of blocks that ends at this position would be loaded from the tier rather than computed."""
         rate = self._rates.get(family)
         if rate is None:
             return True
-        num_bytes = num_blocks * family.payload_bytes
+        num_bytes = num_blocks * family.parts * family.payload_bytes
         compute_ms = sum(rate.block_ms(position - back) for back in range(num_blocks))
         return self._speeds[tier].load_ms(num_bytes) < compute_ms

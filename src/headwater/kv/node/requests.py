@@ -231,7 +231,8 @@ class Requests:
             tier=tier.tier,
             problem=problem,
             families=[
-                wire.FamilyUsage(f.model, f.layout, f.tenant, f.payload_bytes, n, used) for f, n, used in families
+                wire.FamilyUsage(f.model, f.layout, f.tenant, f.payload_bytes, n, used, f.parts, f.beside)
+                for f, n, used in families
             ],
             tenants=tier.shares(),
             load_ms_per_mib=self._store.prices.load_ms(tier.tier, _MIB),

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from headwater.errors import ProtocolError
-from headwater.kv.block import Family, Label
+from headwater.kv.block import MAX_PARTS, Family, Label
 from headwater.kv.pricing import TierRun
 from headwater.kv.shares import ShareUsage
 from headwater.kv.stores.shared_pool import PoolLayout
@@ -96,7 +96,7 @@ class Locate(_Message, frozen=True):
     chain: Chain
     timeout_s: Seconds
     """How long to wait for tiers that have to be asked; 0: only what is known here."""
-    num_parts: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+    num_parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTS)] = 1
     """Chains of this size that are to be loaded together."""
 
 
@@ -203,6 +203,9 @@ class FamilyUsage(msgspec.Struct, frozen=True):
     payload_bytes: int
     num_blocks: int
     used_bytes: int
+    parts: int = 1
+    beside: bool = False
+    """As of `Family`."""
 
 
 class TierStatus(msgspec.Struct, frozen=True):

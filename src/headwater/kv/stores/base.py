@@ -117,12 +117,13 @@ class TierStore(Protocol):
     def drain_events(self) -> list[TierEvent]:
         """What became resident and what went since the last call, in order, with this tier's name in it.
 
-        Bounded: where too much has gathered, one `BlocksCleared` followed by what is resident now stands for it.
+        Nothing of families that are `beside` others. Bounded: where too much has gathered, one `BlocksCleared` followed
+        by what is resident now stands for it.
         """
         ...
 
     def resident(self) -> Iterator[tuple[bytes, bytes]]:
-        """(id, parent) of everything known here, as it is when this is called; read at leisure."""
+        """(id, parent) of everything known here that events tell of, as it is when this is called; read at leisure."""
         ...
 
     async def close(self) -> None:

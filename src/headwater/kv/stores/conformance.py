@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
+
 from headwater.errors import StoreClosed
 from headwater.kv.block import ROOT, Block, Family
 from headwater.kv.checksum import checksum
@@ -17,6 +19,7 @@ ROOM_BLOCKS = 64
 
 FAMILY = Family("model-a", "test", "", PAYLOAD_BYTES)
 OTHER = Family("model-b", "test", "tenant-b", PAYLOAD_BYTES)
+BESIDE = msgspec.structs.replace(FAMILY, parts=2, beside=True)
 
 
 class Run:
@@ -280,6 +283,26 @@ class TierConformance:
         await tier.clear()
         follow()
         assert len(resident) == 0
+        await tier.close()
+
+    @on_loop
+    async def test_nobody_is_told_of_parts_beside_the_first(self) -> None:
+        tier = await self.open_tier()
+        first, other = Run("first", 16), Run("other", 16, BESIDE)
+        for run in (other, first):
+            await run.put(tier)
+        assert tier.known(first.ids + other.ids) == bytes([1]) * 32
+        assert await other.get(tier) == other.blocks
+        assert {block_id for block_id, _ in tier.resident()} == set(first.split)
+        resident = ResidentBlocks()
+        await tier.remove(other.split[-1])
+        for event in tier.drain_events():
+            resident.apply(event)
+        assert set(first.split) == {block_id for block_id in first.split + other.split if block_id in resident}
+        await tier.clear()
+        for event in tier.drain_events():
+            resident.apply(event)
+        assert not len(resident)
         await tier.close()
 
     @on_loop

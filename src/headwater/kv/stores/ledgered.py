@@ -15,7 +15,7 @@ from headwater.kv.policies import PolicyName, make_policy
 from headwater.kv.shares import Shares, ShareUsage
 from headwater.kv.space import Space
 from headwater.kv.stores.base import Kept, TierEvent, TierUsage
-from headwater.kv.table import BlockTable, residents
+from headwater.kv.table import BlockTable
 from headwater.types import Tier
 
 _MIN_RECORDS = 64
@@ -134,7 +134,7 @@ class LedgerTier:
         return self.ledger.drain_events()
 
     def resident(self) -> Iterator[tuple[bytes, bytes]]:
-        return residents(self.ledger.table.snapshot())
+        return self.ledger.resident()
 
     def tick(self) -> None:
         """Let run out what is due, charge blocks to whom they belong, and keep some room free. To be called every

@@ -76,11 +76,11 @@ class MemoryTier:
         events, self._events = self._events, []
         if len(events) < _MAX_EVENTS:
             return events
-        resident = stored_runs((block.id, block.parent) for _, block, _ in self._blocks.values())
+        resident = stored_runs(self.resident())
         return [BlocksCleared(self.tier), *(BlocksStored(run.block_ids, run.parent, self.tier) for run in resident)]
 
     def resident(self) -> Iterator[tuple[bytes, bytes]]:
-        return iter([(block.id, block.parent) for _, block, _ in self._blocks.values()])
+        return iter([(block.id, block.parent) for family, block, _ in self._blocks.values() if not family.beside])
 
     async def close(self) -> None:
         self._closed = True
@@ -105,7 +105,7 @@ class MemoryTier:
         self._groups[block.id] = self._shares.group_of(family.tenant)
         self._shares.charge(self._groups[block.id], len(payload))
         self._count(num_stored=1, num_evicted=evicted, num_blocks=1, used_bytes=len(payload))
-        self._note(BlocksStored(block.id, block.parent, self.tier))
+        self._note(family, BlocksStored(block.id, block.parent, self.tier))
         return Kept.STORED
 
     def _victim(self, tenant: str, batch: set[bytes]) -> bytes | None:
@@ -134,7 +134,7 @@ class MemoryTier:
             return 0
         self._shares.charge(self._groups.pop(block_id), -len(found[2]))
         self._count(num_blocks=-1, used_bytes=-len(found[2]))
-        self._note(BlocksRemoved(block_id, self.tier))
+        self._note(found[0], BlocksRemoved(block_id, self.tier))
         return 1
 
     def _count(self, **changes: int) -> None:
@@ -142,8 +142,8 @@ class MemoryTier:
             self._usage, **{name: getattr(self._usage, name) + change for name, change in changes.items()}
         )
 
-    def _note(self, event: TierEvent) -> None:
-        if len(self._events) < _MAX_EVENTS:
+    def _note(self, family: Family, event: TierEvent) -> None:
+        if len(self._events) < _MAX_EVENTS and not family.beside:
             self._events.append(event)
 
     def _check_open(self) -> None:

@@ -139,7 +139,7 @@ class PeerTier:
 
     def _saw(self, block_id: bytes, sighting: _Sighting) -> None:
         self._absent.pop(block_id, None)
-        if block_id not in self._seen:
+        if block_id not in self._seen and not sighting.family.beside:
             self._journal.stored(block_id, sighting.parent)
         self._seen[block_id] = sighting
         self._seen.move_to_end(block_id)
@@ -147,9 +147,11 @@ class PeerTier:
             self._forget(next(iter(self._seen)))
 
     def _forget(self, block_id: bytes) -> bool:
-        if self._seen.pop(block_id, None) is None:
+        seen = self._seen.pop(block_id, None)
+        if seen is None:
             return False
-        self._journal.removed(block_id)
+        if not seen.family.beside:
+            self._journal.removed(block_id)
         return True
 
     # Reading
@@ -292,7 +294,7 @@ class PeerTier:
         return self._journal.drain(self.resident)
 
     def resident(self) -> Iterator[tuple[bytes, bytes]]:
-        return iter([(block_id, seen.parent) for block_id, seen in self._seen.items()])
+        return iter([(block_id, seen.parent) for block_id, seen in self._seen.items() if not seen.family.beside])
 
     async def close(self) -> None:
         if self._closed:

@@ -81,11 +81,12 @@ class Catalogue:
 
     def gather(self, loose: Loose) -> None:
         self.gathering.add(replace(loose, group=self.group(loose.shape)))
-        self._note_stored(loose.block.id, loose.block.parent)
+        self._note_stored(loose.shape, loose.block.id, loose.block.parent)
 
     def drop_gathered(self, block_ids: Iterable[bytes]) -> int:
-        gone = [block_id for block_id in block_ids if self.gathering.pop(block_id) is not None]
-        self._note_removed(gone)
+        gone = [loose for block_id in block_ids if (loose := self.gathering.pop(block_id)) is not None]
+        for loose in gone:
+            self._note_removed(loose.shape, [loose.block.id])
         return len(gone)
 
     def learn(self, shape: RunShape, name: bytes, ids: Iterable[tuple[int, bytes]], parent: bytes | None) -> None:
@@ -94,7 +95,7 @@ class Catalogue:
         fresh = set(self.blocks.learn(shape, name, pairs))
         for index, block_id in pairs:
             if index in fresh and self.gathering.pop(block_id) is None:
-                self._note_stored(block_id, parent)
+                self._note_stored(shape, block_id, parent)
             parent = block_id
         while len(self.blocks) > self.options.max_known_blocks:
             oldest = self.blocks.oldest()
@@ -115,14 +116,17 @@ class Catalogue:
     def restore(self, block: Block) -> bool:
         """Whether a block that was removed here and is put again is still there."""
         restored = self.blocks.restore(block.id)
-        if restored:
-            self._note_stored(block.id, block.parent)
+        if restored and (found := self.blocks.find(block.id)) is not None:
+            self._note_stored(found[0].shape, block.id, block.parent)
         return restored
 
     def forget(self, name: bytes) -> int:
         """An object is gone, or not to be counted on: how many blocks with it."""
+        run = self.blocks.run(name)
+        if run is None:
+            return 0
         gone = self.blocks.forget(name)
-        self._note_removed(gone)
+        self._note_removed(run.shape, gone)
         return len(gone)
 
     def remove(self, block_id: bytes) -> bool:
@@ -132,7 +136,7 @@ class Catalogue:
         run = self.blocks.remove(block_id)
         if run is None:
             return False
-        self._note_removed([block_id])
+        self._note_removed(run.shape, [block_id])
         if not run.num_blocks:
             self.doom(run)
         return True
@@ -260,12 +264,14 @@ class Catalogue:
         return self._journal.drain(self.resident)
 
     def resident(self) -> Iterator[tuple[bytes, bytes]]:
-        gathered = ((loose.block.id, loose.block.parent) for loose in self.gathering.oldest())
+        oldest = self.gathering.oldest()
+        gathered = ((loose.block.id, loose.block.parent) for loose in oldest if not loose.shape.beside)
         return chain(self.blocks.resident(), gathered)
 
-    def _note_stored(self, block_id: bytes, parent: bytes | None) -> None:
-        self._journal.stored(block_id, parent or ROOT)
+    def _note_stored(self, shape: RunShape, block_id: bytes, parent: bytes | None) -> None:
+        if not shape.beside:
+            self._journal.stored(block_id, parent or ROOT)
 
-    def _note_removed(self, block_ids: list[bytes]) -> None:
-        for block_id in block_ids:
+    def _note_removed(self, shape: RunShape, block_ids: list[bytes]) -> None:
+        for block_id in block_ids if not shape.beside else ():
             self._journal.removed(block_id)

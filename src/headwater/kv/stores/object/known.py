@@ -97,9 +97,9 @@ class KnownBlocks:
         return next(iter(self._runs.values()), None)
 
     def resident(self) -> Iterator[tuple[bytes, bytes]]:
-        """(id, parent) of every block as of now, parents before children within a run; where the parent is not known
-        the block stands as the first of a chain."""
-        return _pairs([run.ids.copy() for run in self._runs.values()])
+        """(id, parent) of every block that others are told of as of now, parents before children within a run; where
+        the parent is not known the block stands as the first of a chain."""
+        return _pairs([run.ids.copy() for run in self._runs.values() if not run.shape.beside])
 
 
 def _pairs(runs: Sequence[Sequence[bytes | None]]) -> Iterator[tuple[bytes, bytes]]:

@@ -47,6 +47,8 @@ class RunShape:
     payload_bytes: int
     family: bytes
     """See `family_digest`."""
+    beside: bool = False
+    """As of `Family`."""
 
     @property
     def header_bytes(self) -> int:
@@ -74,7 +76,7 @@ def run_shape(
     """The same on every node, so that all find the same objects."""
     payload = family.payload_bytes
     wanted = max(-(-min_bytes // payload), min(USUAL_RUN_BLOCKS, target_bytes // payload), 1)
-    return RunShape(min(wanted, MAX_RUN_BLOCKS), payload, family_digest(family))
+    return RunShape(min(wanted, MAX_RUN_BLOCKS), payload, family_digest(family), family.beside)
 
 
 def family_folder(digest: bytes) -> str:
@@ -84,7 +86,8 @@ def family_folder(digest: bytes) -> str:
 def family_digest(family: Family) -> bytes:
     """16 bytes that stand for a family in names of objects."""
     digest = blake2b(digest_size=16, person=b"hw-kv-family")
-    for field in (family.model, family.layout, family.tenant, str(family.payload_bytes)):
+    beside = ("beside",) if family.beside else ()
+    for field in (family.model, family.layout, family.tenant, str(family.payload_bytes), *beside):
         encoded = field.encode()
         digest.update(len(encoded).to_bytes(4, "little") + encoded)
     return digest.digest()
