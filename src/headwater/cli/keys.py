@@ -259,7 +259,13 @@ def _check(given: str, value: object, fits: Any) -> None:
         msgspec.json.decode(msgspec.json.encode(value), type=fits)
     except msgspec.ValidationError as error:
         expected = str(error).partition(" - at ")[0].removeprefix("Expected ")
-        raise ConfigError(f"{given}: expected {expected}") from error
+        raise ConfigError(f"{given}: expected {_in_words(expected)}") from error
+
+
+def _in_words(expected: str) -> str:
+    if "matching regex" in expected:
+        return "1 to 64 letters, digits and . _ @ -, the first a letter or digit"
+    return expected.replace("`float`", "a number").replace("`int`", "a whole number")
 
 
 def _count(name: str, given: str) -> int:

@@ -49,7 +49,8 @@ def tell(server: Server, command: str, worker_id: str, body: dict[str, Any]) -> 
         return
     message = error_message(answer)
     if status == 400:
-        raise ConfigError(message, hint=f"workers here: {', '.join(workers(server)) or 'none'}")
+        known = workers(server)
+        raise ConfigError(message, hint=None if worker_id in known else f"workers here: {', '.join(known) or 'none'}")
     raise Unavailable(message) if status >= 500 else HeadwaterError(message)
 
 

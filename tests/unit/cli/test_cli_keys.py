@@ -90,7 +90,8 @@ def test_limits_of_tenants_are_set_and_taken_away(keys: Keys) -> None:
         said = keys.refused("tenant", "acme", "--keys", path, flag, value)
         assert f"{flag} {value}: expected " in said, "the flag is wrong, not the file"
         assert "not a keyring" not in said
-    assert "tenant ../x: expected " in keys.refused("tenant", "../x", "--keys", path)
+    assert "tenant ../x: expected 1 to 64 letters" in keys.refused("tenant", "../x", "--keys", path)
+    assert "--weight 0.0: expected a number > 0.0" in keys.refused("tenant", "a", "--weight", "0", "--keys", path)
     assert "--tenant ../x: expected " in keys.refused("create", "--tenant", "../x", "--keys", path)
     assert keys.json("list")["tenants"].keys() == {"acme"}, "what was refused has changed nothing"
 

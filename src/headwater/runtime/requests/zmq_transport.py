@@ -45,7 +45,7 @@ _LOST = int(
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _REASONS = {
-    _DISCONNECTED: "the worker closed the connection or died",
+    _DISCONNECTED: "the worker closed the connection, died, or did not answer in time",
     int(zmq.EVENT_CONNECT_RETRIED): "nobody listens there",
 }
 _SRCFD = int(zmq.SRCFD)
