@@ -88,6 +88,11 @@ def test_what_is_not_offered_is_refused(llm: LLM) -> None:
         llm.generate({"prompt": "x", "multi_modal_data": {"image": b""}}, GREEDY)
     with pytest.raises(ConfigError, match="speculative_config"):
         LLM(speculative_config={"model": "x"})
+    with pytest.raises(InvalidRequest, match="prompts is of type int"):
+        llm.generate(5, GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match=r"LLM\.beam_search is not offered here"):
+        llm.beam_search(["x"], None)
+    assert not hasattr(llm, "embed")
     assert llm.generate("still", GREEDY)[0].finished
 
 

@@ -5,7 +5,7 @@ text exactly as for a client of the server.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -63,6 +63,9 @@ class LLM:
             self._thread.close()
             raise
         self._requests = 0
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"LLM.{name} is not offered here: generate and chat are")
 
     def __enter__(self) -> "LLM":
         return self
@@ -234,6 +237,11 @@ def _served(thread: EngineThread) -> ServedModel:
 def _is_one(prompts: Any) -> bool:
     if isinstance(prompts, str | Mapping):
         return True
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(
+            f"prompts is of type {type(prompts).__name__}, expected a text, token ids or a list of such",
+            param="prompts",
+        )
     return bool(prompts) and isinstance(prompts[0], int)
 
 
