@@ -184,8 +184,7 @@ def test_a_server_without_salts_says_so_once_before_tenants_are_refused(
 ) -> None:
     async def scenario(stage: Stage) -> None:
         async with stage.attached() as bench:
-            await stage.double.close()
-            await stage.double.start()
+            await bench.engine._dialect.describe(bench.engine._server)  # as when it has been away
             await bench.run(bench.request(prompt_of(20)))
             card, prompt = bench.info.card, prompt_of(100)
             for salt in ("ann", "bob"):
@@ -291,6 +290,8 @@ def test_blocks_of_an_adapter_are_not_taken_for_the_models_own(play: Callable[[S
             await eventually(lambda: all(one in resident for one in split_block_ids(ids[own])), "it is told of")
             assert len(resident) == 12
             assert [bench.recorder.outputs[stream][0].num_cached_tokens for stream in (1, 2)] == [0, 0]
+            owners = bench.engine._owners
+            await eventually(lambda: [stream for _, stream in owners._ended] == [1, 2], "nor remembered for ever")
 
     play(scenario)
 

@@ -346,8 +346,28 @@ def test_blocks_of_tenants_that_begin_alike_at_once_are_given_to_nobody_else(
             prompts = [prompt_of(40) + [other] * 20 for other in (30, 31)]
             (ann, anns), (bob, bobs) = [blocks_of(bench, *pair) for pair in zip(prompts, ("ann", "bob"), strict=True)]
             await bench.run(bench.request(prompts[0], 1, namespace=ann), bench.request(prompts[1], 1, namespace=bob))
-            await asyncio.sleep(0.2)
+            translator = bench.engine._draining_events._translator
+            if manager[1] == "true":
+                await eventually(lambda: translator.num_orphans == 6, "all blocks are told of")
+            else:
+                await eventually(lambda: told_blocks(bench) == anns | bobs, "all blocks are told of")
             assert told_blocks(bench) == (set() if manager[1] == "true" else anns | bobs)
+
+    play(scenario)
+
+
+def test_whose_blocks_are_is_forgotten_after_each_request(play: Callable[[Scenario], None]) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with stage.engine() as bench:
+            owners = bench.engine._owners
+            await bench.run(bench.request(prompt_of(40), 1))
+            for moment in (0, 0.05):
+                aborted = bench.request(prompt_of(40), 400)
+                bench.engine.submit([aborted])
+                await asyncio.sleep(moment)  # before its task has run, and after
+                bench.engine.abort([aborted.stream])
+            assert owners._begun.keys() == {1, 2, 3}
+            await eventually(lambda: [stream for _, stream in owners._ended] == [1, 2, 3], "each once")
 
     play(scenario)
 

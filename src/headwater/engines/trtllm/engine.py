@@ -137,6 +137,7 @@ class TrtllmEngine(ExternalEngine):
         if self._owners is not None:
             self._owners.begin(number, tokens, request.namespace or self._own_namespace(request.adapter))
         task = asyncio.get_running_loop().create_task(self._until_told(number, work))
+        task.add_done_callback(lambda _: self._forget_owner(number))
         self._results[number] = (result, task)
         if self._draining_events is not None:
             self._draining_events.wake()
@@ -178,7 +179,6 @@ class TrtllmEngine(ExternalEngine):
                 result, task = known
                 task.cancel()
                 result.abort()
-                self._forget_owner(number)
 
     def load(self) -> LoadReport:
         num_open, num_blocks = len(self.open), self.info.kv_blocks
@@ -229,7 +229,6 @@ class TrtllmEngine(ExternalEngine):
             self._gathered.take(SequenceOutput.failed(number, WorkerLost(f"TensorRT-LLM failed: {error!r}")))
         finally:
             self._results.pop(number, None)
-            self._forget_owner(number)
 
     def _forget_owner(self, number: int) -> None:
         if self._owners is not None:
