@@ -148,6 +148,24 @@ def test_what_is_so_anyway_needs_none(flags: list[str]) -> None:
     assert (found.command, found.complete) == ("headwater serve M --engine trtllm", True)
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--allow_request_chat_template",
+        "--enable_attention_dp",
+        "--enable_chunked_prefill",
+        "--enable_visual_gen",
+        "--fail_fast_on_attention_window_too_large",
+        "--grpc",
+        "--no-telemetry",
+        "--telemetry",
+        "--trust_remote_code",
+    ],
+)
+def test_the_model_may_follow_a_flag_without_a_value(flag: str) -> None:
+    assert translate(["trtllm-serve", flag, "M"]).model == "M"
+
+
 def test_an_engine_of_several_nodes_stays_where_it_is() -> None:
     found = translate(["mpirun", "-n", "2", "trtllm-llmapi-launch", "trtllm-serve", "M", "--tp_size", "16"])
     assert not found.complete
