@@ -244,6 +244,14 @@ def test_a_keyring_that_others_can_write_is_refused(tmp_path: Path) -> None:
             read_keyring(open_source(str(path)))
 
 
+def test_a_keyring_that_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    for path in (pipe, Path("/dev/zero"), tmp_path):
+        with pytest.raises(ConfigError, match=r"is no regular file|Is a directory"):
+            open_source(str(path)).read()
+
+
 def test_keys_rotate_without_a_restart_and_a_broken_keyring_changes_nothing(tmp_path: Path) -> None:
     asyncio.run(_rotate(tmp_path))
 

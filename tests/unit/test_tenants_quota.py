@@ -1,6 +1,7 @@
 """Quotas: rate, concurrency, budget; the ledger that keeps them over restarts and frontends."""
 
 import contextlib
+import shutil
 import sqlite3
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -177,6 +178,33 @@ def test_the_ledger_file_outlives_a_crash(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
     crashed.close()
     again.close()
+
+
+def test_a_ledger_that_was_removed_is_begun_anew_by_all_frontends(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    first, second = SqliteLedger(path), SqliteLedger(path)
+    first.sync(Entry("f", "2026-11", 1.0, {"acme": Usage(prompt_tokens=5)}))
+    second.sync(Entry("g", "2026-11", 1.0))
+    path.unlink()
+    assert first.sync(Entry("f", "2026-11", 2.0, {"acme": Usage(prompt_tokens=7)})).month["acme"].prompt_tokens == 7
+    assert second.sync(Entry("g", "2026-11", 2.0, {"acme": Usage(prompt_tokens=1)})).month["acme"].prompt_tokens == 8
+    later = SqliteLedger(path)
+    assert later.totals()["2026-11"]["acme"].prompt_tokens == 8, "others read what is written"
+    for ledger in (first, second, later):
+        ledger.close()
+
+
+def test_a_ledger_whose_folder_is_gone_comes_back_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    ledger = SqliteLedger(folder / "ledger")
+    shutil.rmtree(folder)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"ledger"):
+            ledger.sync(Entry("f", "2026-11", 1.0, {"acme": Usage(prompt_tokens=5)}))
+    folder.mkdir()
+    assert ledger.sync(Entry("f", "2026-11", 2.0, {"acme": Usage(prompt_tokens=5)})).month["acme"].prompt_tokens == 5
+    ledger.close()
 
 
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ ledger of their own, and then a quota holds per host.
 """
 
 import contextlib
+import logging
+import os
 import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from headwater.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _BUSY_TIMEOUT_S = 5.0
 _PRESENT_S = 5.0
@@ -116,18 +120,14 @@ def ledger_beside(keyring: Path) -> Path:
 
 
 class SqliteLedger:
-    """Used by one thread at a time."""
+    """Used by one thread at a time. A file that was removed is begun anew by whichever frontend notices first, and
+    opened by the others: what is written to the old one nobody would ever read."""
 
     def __init__(self, path: Path) -> None:
         """Raises `ConfigError`."""
+        self._path = path
         try:
-            path.touch(mode=0o600)
-            self._database = sqlite3.connect(
-                path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-            )
-            self._database.execute("PRAGMA journal_mode=WAL")
-            self._database.execute("PRAGMA synchronous=FULL")
-            self._database.executescript(_SCHEMA)
+            self._open()
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(
                 f"the ledger {path} cannot be used: {error}", hint="it must be a file on a local disk"
@@ -135,6 +135,10 @@ class SqliteLedger:
 
     def sync(self, entry: Entry) -> Standing:
         try:
+            if self._file() != self._opened:
+                self._database.close()
+                self._open()
+                logger.warning("the ledger %s was removed: a new one is begun", self._path)
             with self._transaction():
                 self._write(entry)
                 return self._read(entry)
@@ -154,6 +158,24 @@ class SqliteLedger:
 
     def close(self) -> None:
         self._database.close()
+
+    def _open(self) -> None:
+        self._path.touch(mode=0o600)
+        file = self._file()
+        self._database = sqlite3.connect(
+            self._path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+        self._database.execute("PRAGMA journal_mode=WAL")
+        self._database.execute("PRAGMA synchronous=FULL")
+        self._database.executescript(_SCHEMA)
+        self._opened = file
+
+    def _file(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self._path)
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:

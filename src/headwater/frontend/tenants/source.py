@@ -53,9 +53,14 @@ class FileSource:
 
     def read(self) -> bytes:
         try:
-            with self.path.open("rb") as file:
+            with open(self.path, "rb", opener=_open_at_once) as file:
                 found = os.fstat(file.fileno())
                 self._seen = _identity(found)
+                if not stat.S_ISREG(found.st_mode):
+                    raise ConfigError(
+                        f"the keyring {self.path} is no regular file",
+                        hint="command:PROGRAM prints one, env:NAME holds one",
+                    )
                 _check_owner(self.path, found)
                 return file.read(MAX_DOCUMENT_BYTES + 1)
         except OSError as error:
@@ -114,6 +119,11 @@ def open_source(spec: str) -> KeySource:
     if kind == "command":
         return CommandSource(rest)
     return FileSource(Path(spec.removeprefix("file://")).expanduser())
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Also a pipe that nobody writes to."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _identity(found: os.stat_result) -> tuple[int, int, int]:
