@@ -115,6 +115,26 @@ def test_what_one_worker_stores_another_loads(tmp_path: Path) -> None:
     run_leak_checked(check())
 
 
+def test_of_chains_that_belong_together_what_all_have_is_loaded(tmp_path: Path) -> None:
+    """More of them than are loaded at once; from below, each asks the store."""
+
+    async def check() -> None:
+        disk = MemoryTier(32 << 20, "disk")
+        async with running(tmp_path, lower=disk) as node:
+            client = await node.client()
+            runs = [piece(f"part {number}", 12) for number in range(100)]
+            for number, run in enumerate(runs):
+                short = run.part(0, 9) if number == 17 else run
+                await disk.put(run.family, *blocks_of(split_block_ids(short.ids), SIZE))
+            into = [buffers(12, SIZE) for _ in runs]
+            assert await client.load_parts(list(zip(runs, into, strict=True)), timeout_s=20.0) == 9
+            assert all(views[:9] == payloads(run)[:9] for run, views in zip(runs, into, strict=True))
+            assert not any(any(views[11]) for views in into[40:]), "what one lacks is not loaded of those after it"
+            assert await client.load_parts([(run, buffers(12, SIZE)) for run in runs[:17]], timeout_s=5.0) == 12
+
+    run_leak_checked(check())
+
+
 def test_loading_stops_at_the_first_gap(tmp_path: Path) -> None:
     async def check() -> None:
         async with running(tmp_path) as node:

@@ -151,8 +151,7 @@ class _Arriving:
     loading: _Loading
     start: int
     buffer: torch.Tensor
-    loaded: list["Future[int]"]
-    """One per part."""
+    loaded: "Future[int]"
 
 
 class WorkerHalf:
@@ -205,7 +204,7 @@ class WorkerHalf:
     @torch.inference_mode()
     def advance(self) -> set[str]:
         """Put in place what has come; the requests of which nothing is to come any more."""
-        for piece in [piece for piece in self._arriving if all(part.done() for part in piece.loaded)]:
+        for piece in [piece for piece in self._arriving if piece.loaded.done()]:
             self._arriving.remove(piece)
             self._place(piece)
         self._start_waiting()
@@ -247,12 +246,12 @@ class WorkerHalf:
                 continue
             buffer = self._blocks().staging(end - start)
             parts = self._parts.split(loading.load.chain.part(start, end), buffer)
-            loaded = [self._agent.load(chain, rows, timeout_s=left_s) for chain, rows in parts]
+            loaded = self._agent.load_parts(parts, timeout_s=left_s)
             self._arriving.append(_Arriving(loading, start, buffer, loaded))
 
     def _place(self, piece: _Arriving) -> None:
         try:
-            count = min(part.result() for part in piece.loaded)
+            count = piece.loaded.result()
         except HeadwaterError as error:
             _log.warning("loading from the KV store failed, blocks are computed: %s", error)
             count = 0

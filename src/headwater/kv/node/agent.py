@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from headwater.errors import StoreClosed
-from headwater.kv.node.client import OnArrived, OnEvents, StoreClient
+from headwater.kv.node.client import OnArrived, OnEvents, Part, StoreClient
 from headwater.kv.node.store import Piece
 from headwater.kv.pricing import TierRun
 
@@ -63,6 +63,9 @@ class StoreAgent:
     ) -> "Future[int]":
         """`on_arrived` is told on the agent's thread."""
         return self._call(self.client.load(chain, into, timeout_s=timeout_s, on_arrived=on_arrived))
+
+    def load_parts(self, parts: Sequence[Part], *, timeout_s: float) -> "Future[int]":
+        return self._call(self.client.load_parts(parts, timeout_s=timeout_s))
 
     def offer(self, chain: Piece, payloads: Sequence[memoryview]) -> "Future[int]":
         return self._call(self.client.offer(chain, payloads))

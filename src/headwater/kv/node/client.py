@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 OnEvents = Callable[[Sequence[BlocksStored | BlocksRemoved | BlocksCleared]], None]
 OnArrived = Callable[[int], None]
+Part = tuple[Piece, Sequence[memoryview]]
+"""A chain, and a buffer for each of its blocks."""
 A = TypeVar("A", bound=wire.Answer)
 R = TypeVar("R")
 
@@ -49,6 +51,8 @@ _GREET_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 10.0
 _PIECES_AT_ONCE = 3
 """One is leased or reserved, one copied, one released or committed."""
+_PARTS_AT_ONCE = 8
+"""With so many pieces each, far from what the store lets a client ask at once."""
 _MAX_PIECE_BYTES = 32 << 20
 _PIECES_PER_POOL = 24
 _TRIAL_S = 30.0
@@ -75,6 +79,7 @@ class StoreClient:
         self._threads = ThreadPoolExecutor(num_threads or num_copiers(), thread_name_prefix="kv-copy")
         self._max_offered_bytes = max_offered_bytes
         self._offered_bytes = 0
+        self._parts_at_once = asyncio.Semaphore(_PARTS_AT_ONCE)
         self._connection: Connection | None = None
         self._pool: SharedPool | None = None
         self._table: BlockTable | None = None
@@ -190,6 +195,26 @@ class StoreClient:
         finally:
             await called_off([task for _, task in under_way])
         return loaded
+
+    async def load_parts(self, parts: Sequence[Part], *, timeout_s: float) -> int:
+        """As `load`, of chains that belong together: how many blocks, from the first on, arrived whole in all of them.
+        What one lacks is not loaded of those after it."""
+        deadline = time.monotonic() + timeout_s
+        arrived = min(chain.num_blocks for chain, _ in parts)
+
+        async def load(chain: Piece, into: Sequence[memoryview]) -> int:
+            nonlocal arrived
+            async with self._parts_at_once:
+                left_s = max(0.0, deadline - time.monotonic())
+                count = await self.load(chain.part(0, arrived), into[:arrived], timeout_s=left_s)
+            arrived = min(arrived, count)
+            return count
+
+        loading = [asyncio.create_task(load(chain, into)) for chain, into in parts]
+        try:
+            return min(await asyncio.gather(*loading))
+        finally:
+            await called_off(loading)
 
     async def offer(self, chain: Piece, payloads: Sequence[memoryview]) -> int:
         """Store the chain's blocks; how many were new. Blocks that are there already count as used."""
