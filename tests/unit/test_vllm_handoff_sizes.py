@@ -190,14 +190,15 @@ def test_of_ranks_with_the_same_head_the_first_writes_it() -> None:
     asyncio.run(whole())
 
 
-def test_models_with_other_heads_have_other_layouts() -> None:
-    """One head at each rank of both."""
+def test_models_with_other_heads_or_kernel_blocks_have_other_layouts() -> None:
+    """One head at each rank of all."""
 
-    async def layout(heads: int) -> str:
-        async with group(Model(heads), 4, Model(heads).kv(1)) as here:
+    async def layout(model: Model) -> str:
+        async with group(model, 4, model.kv(1)) as here:
             return here.staging.layout
 
-    assert asyncio.run(layout(2)) != asyncio.run(layout(4))
+    unlike = Model(2), Model(4), Model(2, kernel_blocks=3), Model(2, kernel_blocks=5)
+    assert len({asyncio.run(layout(model)) for model in unlike}) == 4
 
 
 def of_spec(**values: Any) -> Spoil:
