@@ -133,6 +133,7 @@ def test_routers_are_told_what_loads_take_and_the_store_what_computing_costs(
             worker, card = cluster["w"], engine.card
             own = CHAIN.family
             family = msgspec.structs.replace(own, model=card.fingerprint, parts=8)
+            await offered(client, CHAIN._replace(family=own, ids=CHAIN.ids[::-1]))
             await offered(client, CHAIN._replace(family=family))
             await eventually(lambda: worker.stored.token_ms.keys() == {"host", "disk"}, "tiers are priced", 10)
             per_mib = (await client.status()).tiers[1].load_ms_per_mib
