@@ -83,6 +83,25 @@ def test_a_folder_open_to_others_is_refused(folder: Path) -> None:
     run_leak_checked(check())
 
 
+@pytest.mark.parametrize("opened", [".", "instances"])
+def test_what_others_could_have_put_into_a_folder_is_not_read(folder: Path, opened: str) -> None:
+    async def check() -> None:
+        async with handles(folder, 2) as [owner, reader]:
+            await owner.register(example_instance())
+            await owner.put_model(ENTRY)
+            os.chmod(folder / opened, 0o777)
+            watch = reader.watch()
+            event = await next_event(watch, outages=True)
+            assert isinstance(event, Outage)
+            assert "mode 0777" in event.reason
+            with pytest.raises(ConfigError, match="mode 0777"):
+                await reader.models()
+            os.chmod(folder / opened, 0o700)
+            assert await until_synced(watch) == [ModelPut(ENTRY), InstancePut(example_instance())]
+
+    run_leak_checked(check())
+
+
 def test_a_path_that_cannot_be_a_folder_is_unavailable(tmp_path: Path) -> None:
     async def check() -> None:
         (tmp_path / "file").write_text("x")

@@ -68,6 +68,12 @@ class Folder:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_private(folder)
 
+    def check(self) -> None:
+        """Raises `ConfigError` if others could have written what is there, so that it is not to be believed."""
+        for folder in (self.path, self.instances):
+            with contextlib.suppress(FileNotFoundError):
+                _check_private(folder)
+
     # Instances
 
     def claim(self, worker_id: str, data: bytes) -> Claim:

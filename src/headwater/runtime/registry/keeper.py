@@ -119,6 +119,7 @@ class Keeper:
             scanner.close()
 
     def models(self) -> list[CatalogueEntry]:
+        self._folder.check()
         self._deliver_news(self._catalogue.look())
         return list(self._catalogue.models.values())
 
@@ -208,6 +209,7 @@ class Keeper:
         self._look_again = False
 
     def _look(self) -> None:
+        self._folder.check()
         mend = self._may_mend()
         if mend:
             self._folder.ensure()
