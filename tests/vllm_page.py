@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.compat.translation import VERDICTS
-from headwater.compat.vllm.command import verdict_of
+from headwater.compat.vllm.command import TABLE
 from headwater.compat.vllm.params import NOT_OFFERED, SAME_NAME, SamplingParams
 from headwater.frontend.openai.chat import CHAT
 from headwater.frontend.openai.completions import COMPLETION
@@ -103,7 +103,7 @@ def page() -> str:
         "|---|---|---|",
     ]
     for flag in NAMES["server_flags"]:
-        verdict, note = verdict_of(flag)
+        verdict, note = TABLE.verdict_of(flag)
         lines.append(f"| `{flag[2:]}` | {VERDICTS[verdict]} | {note.replace('--', '')} |")
     lines += [
         "",

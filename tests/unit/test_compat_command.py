@@ -13,7 +13,7 @@ from headwater.cli.verbs import parser_of
 from headwater.compat.sglang import command as sglang
 from headwater.compat.trtllm import command as trtllm
 from headwater.compat.vllm import command as vllm
-from headwater.compat.vllm.command import answered_flags, translate, verdict_of
+from headwater.compat.vllm.command import translate
 from headwater.errors import ConfigError
 from vllm_page import NAMES, page
 
@@ -25,8 +25,8 @@ def test_the_page_of_names_is_current() -> None:
 
 
 def test_every_flag_of_vllms_server_has_an_answer_and_every_answer_a_flag() -> None:
-    assert set(answered_flags()) - set(NAMES["flags"]) == set()
-    assert [flag for flag in NAMES["server_flags"] if verdict_of(flag)[0] == "passed"] == []
+    assert set(vllm.TABLE.flags) - set(NAMES["flags"]) == set()
+    assert [flag for flag in NAMES["server_flags"] if vllm.TABLE.verdict_of(flag)[0] == "passed"] == []
 
 
 @pytest.mark.parametrize("command", [vllm, sglang, trtllm])
@@ -34,18 +34,14 @@ def test_flags_that_stand_for_others_are_there(command: Any) -> None:
     """Also those that notes speak of."""
     known = parser_of("serve")._option_string_actions.keys() | parser_of("worker")._option_string_actions.keys()
     of_the_engine = {"--lora-modules", "--extra-llm-api-options", "--telemetry-config.disabled"}
-    for flag in command.answered_flags():
-        verdict, note = command.verdict_of(flag)
+    for flag in command.TABLE.flags:
+        verdict, note = command.TABLE.verdict_of(flag)
         if verdict == "renamed":
             assert note in known | of_the_engine, flag
         elif verdict == "same":
-            assert flag in known | of_the_engine | set(MODELS), flag
+            assert flag in known | of_the_engine, flag
         else:
             assert set(re.findall(r"--[a-z][a-z-]+", note)) <= known, flag
-
-
-MODELS = ("--model", "--model-path")
-"""MODEL comes first here, without a flag."""
 
 
 @pytest.mark.parametrize(

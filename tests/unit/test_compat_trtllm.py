@@ -9,7 +9,7 @@ from headwater.cli.engine_flags import config_from, parse_arguments
 from headwater.cli.main import main
 from headwater.cli.verbs import parser_of
 from headwater.compat.translation import spelled
-from headwater.compat.trtllm.command import answered_flags, is_trtllm, translate, verdict_of
+from headwater.compat.trtllm.command import TABLE, is_trtllm, translate
 from headwater.config.schema import EngineConfig
 from headwater.engines.trtllm.arguments import trtllm_arguments
 from headwater.errors import ConfigError
@@ -84,11 +84,11 @@ def test_lines(given: str, command: str) -> None:
 
 
 def test_every_flag_of_the_server_has_an_answer_and_every_answer_a_flag() -> None:
-    assert [flag for flag in SERVE if verdict_of(spelled(flag))[0] == "passed"] == []
-    assert [flag for flag in PASSED if verdict_of(spelled(flag))[0] != "passed"] == []
+    assert [flag for flag in SERVE if TABLE.verdict_of(spelled(flag))[0] == "passed"] == []
+    assert [flag for flag in PASSED if TABLE.verdict_of(spelled(flag))[0] != "passed"] == []
     of_1_3 = {"--extra-visual-gen-options"}
-    assert set(answered_flags()) == {spelled(flag) for flag in SERVE} | of_1_3
-    assert all(verdict_of(flag)[1] for flag in answered_flags() if verdict_of(flag)[0] != "same")
+    assert set(TABLE.flags) == {spelled(flag) for flag in SERVE} | of_1_3
+    assert all(TABLE.verdict_of(flag)[1] for flag in TABLE.flags if TABLE.verdict_of(flag)[0] != "same")
 
 
 def test_what_is_passed_on_is_taken_by_llm() -> None:

@@ -58,6 +58,11 @@ class FlagTable:
     none: Mapping[str, str]
     """To what to do instead."""
 
+    @property
+    def flags(self) -> list[str]:
+        """Those that it speaks of."""
+        return sorted({*self.same, *self.renamed, *self.always, *self.none})
+
     def verdict_of(self, flag: str) -> tuple[Verdict, str]:
         """What becomes of a flag, and a note."""
         if flag in self.same:

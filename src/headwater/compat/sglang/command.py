@@ -6,7 +6,7 @@ anyway, or have no equivalent, which is said. Written for SGLang 0.5.23.
 
 from collections.abc import Sequence
 
-from headwater.compat.translation import FlagTable, TranslatedCommand, Verdict, split_values, translated_command
+from headwater.compat.translation import FlagTable, TranslatedCommand, split_values, translated_command
 from headwater.config.words import flag_groups
 
 _MODULE = "sglang.launch_server"
@@ -62,7 +62,7 @@ _NONE = {
     "--file-storage-path": "files are not taken",
     "--tool-server": "tools are the client's",
 }
-_TABLE = FlagTable(_SAME, _RENAMED, _ALWAYS, _NONE)
+TABLE = FlagTable(_SAME, _RENAMED, _ALWAYS, _NONE)
 _EXPECTED = "python -m sglang.launch_server --model-path MODEL [flags]"
 
 
@@ -73,17 +73,7 @@ def is_sglang(words: Sequence[str]) -> bool:
 def translate(words: Sequence[str]) -> TranslatedCommand:
     """From the words of a command line that starts SGLang's server. Raises `ConfigError`."""
     groups = flag_groups(_arguments(words))
-    return translated_command("sglang", groups, _TABLE.translation, _EXPECTED, model_flags=_MODEL, bare_model=False)
-
-
-def verdict_of(flag: str) -> tuple[Verdict, str]:
-    """What becomes of a flag, and a note."""
-    return _TABLE.verdict_of(flag)
-
-
-def answered_flags() -> list[str]:
-    """Those that are not passed on."""
-    return sorted({*_MODEL, *_SAME, *_RENAMED, *_ALWAYS, *_NONE})
+    return translated_command("sglang", groups, TABLE.translation, _EXPECTED, model_flags=_MODEL, bare_model=False)
 
 
 def _arguments(words: Sequence[str]) -> list[str]:

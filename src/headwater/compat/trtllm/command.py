@@ -13,7 +13,6 @@ from headwater.compat.translation import (
     FlagTable,
     TranslatedCommand,
     Translation,
-    Verdict,
     spelled,
     split_values,
     translated_command,
@@ -70,7 +69,7 @@ _NONE = {
     "--max-beam-width": "beam search is not offered",
     "--generation-config": "what the model says of sampling (generation_config.json) counts: say it in the request",
 }
-_TABLE = FlagTable(_SAME, _RENAMED, _ALWAYS, _NONE)
+TABLE = FlagTable(_SAME, _RENAMED, _ALWAYS, _NONE)
 _AS_IT_IS: Mapping[tuple[str, ...], str] = {
     ("--backend", "pytorch"): "the backend that the worker runs",
     ("--max-beam-width", "1"): "beam search is not offered",
@@ -123,16 +122,6 @@ def translate(words: Sequence[str]) -> TranslatedCommand:
     return replace(found, flags=[*_launcher(words[: start - 1]), *found.flags])
 
 
-def verdict_of(flag: str) -> tuple[Verdict, str]:
-    """What becomes of a flag, and a note."""
-    return _TABLE.verdict_of(flag)
-
-
-def answered_flags() -> list[str]:
-    """Those that are not passed on."""
-    return sorted({*_SAME, *_RENAMED, *_ALWAYS, *_NONE})
-
-
 def _translation(group: list[str]) -> Translation:
     flag = spelled(group[0])
     if (flag, *group[1:]) in _AS_IT_IS:
@@ -146,7 +135,7 @@ def _translation(group: list[str]) -> Translation:
             path, _, value = assignment.partition("=")
             return Translation(group, "renamed", ["--" + path.replace("_", "-"), value])
         case _:
-            return _TABLE.translation(group)
+            return TABLE.translation(group)
 
 
 def _launcher(words: Sequence[str]) -> list[Translation]:

@@ -10,7 +10,6 @@ from headwater.compat.translation import (
     FlagTable,
     TranslatedCommand,
     Translation,
-    Verdict,
     spelled,
     split_values,
     translated_command,
@@ -96,7 +95,7 @@ _LISTS = ("--api-key", "--served-model-name")
 _DTYPES = {"half": "float16", "float": "float32"}
 
 
-_TABLE = FlagTable((*_SAME, *_OURS_TOO), _RENAMED, _ALWAYS, _NONE)
+TABLE = FlagTable((*_SAME, *_OURS_TOO), _RENAMED, _ALWAYS, _NONE)
 
 
 def translate(words: Sequence[str]) -> TranslatedCommand:
@@ -105,23 +104,13 @@ def translate(words: Sequence[str]) -> TranslatedCommand:
     return translated_command("vllm", groups, _translation, _EXPECTED, model_flags=("--model",))
 
 
-def verdict_of(flag: str) -> tuple[Verdict, str]:
-    """What becomes of a flag, and a note."""
-    return _TABLE.verdict_of(flag)
-
-
-def answered_flags() -> list[str]:
-    """The flags of vLLM's HTTP server that have an answer of their own."""
-    return sorted({*_SAME, *_RENAMED, *_ALWAYS, *_NONE})
-
-
 def _translation(group: list[str]) -> Translation:
     flag = spelled(group[0])
     if flag in _LISTS:
         return Translation(group, "same", [word for value in group[1:] for word in (flag, value)])
     if flag == "--dtype":
         return Translation(group, "same", [flag, *(_DTYPES.get(value, value) for value in group[1:])])
-    return _TABLE.translation(group)
+    return TABLE.translation(group)
 
 
 def _arguments(words: Sequence[str]) -> list[str]:
