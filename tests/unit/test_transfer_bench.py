@@ -41,6 +41,12 @@ def test_json_and_what_does_not_work_here(capsys: pytest.CaptureFixture[str]) ->
     assert row["num_transfers"] > 0
 
 
+@pytest.mark.parametrize(("flag", "value"), [("--block", "0"), ("--batch", "0"), ("--region", "0"), ("--seconds", "0")])
+def test_nothing_to_move_is_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["transfer", "bench", flag, value]) == 2
+    assert "at least 1" in capsys.readouterr().err
+
+
 def test_a_batch_that_does_not_fit_gets_a_larger_region() -> None:
     case = Case("shm", 4096, 64, seconds=0.01, region_bytes=4096)
     row = measure(case)

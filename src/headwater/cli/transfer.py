@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from headwater.cli.parser import seconds, size
 from headwater.config.units import format_bytes
-from headwater.errors import TransferError
+from headwater.errors import ConfigError, TransferError
 from headwater.transfer.benchmark import Case, Row, measure
 from headwater.transfer.choice import SHIPPED
 
@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if min(*args.block, *args.batch, args.region) < 1 or args.seconds <= 0:
+        raise ConfigError("--block, --batch and --region are at least 1, --seconds more than 0")
     if not args.json:
         print(_TITLE)
     worked = False

@@ -37,6 +37,8 @@ def read_entries(path: Path) -> list[Entry]:
         raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply for a configuration file") from error
 
 
 def _read(path: Path) -> str:

@@ -146,6 +146,8 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "cannot read" in refused(file=tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"a: \xff")
     assert "not UTF-8" in refused(file=tmp_path / "latin.yaml")
+    (tmp_path / "deep.yaml").write_bytes(b"[" * 20_000)
+    assert "nested too deeply" in refused(file=tmp_path / "deep.yaml")
     (tmp_path / "large.yaml").write_bytes(b"#" * (1024 * 1024 + 1))
     assert "no configuration file" in refused(file=tmp_path / "large.yaml")
 
