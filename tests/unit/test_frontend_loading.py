@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from headwater.errors import ModelNotFound
+from headwater.errors import ModelNotFound, Overloaded
 from headwater.frontend import loading
 from headwater.frontend.http.base import Handler, HttpRequest
 from headwater.frontend.loading import ModelLoading, answering
+from headwater.frontend.waiting import Waiting
 
 REQUEST = HttpRequest("GET", "/v1/models/m", "", {}, b"", "")
 
@@ -41,8 +42,8 @@ def of(*outcomes: Exception | int, later: bool) -> Handler:
     return on_a_thread if later else now
 
 
-async def asked(handler: Handler, answers: Any) -> None:
-    pending: Awaitable[None] | None = answering(handler)(REQUEST, answers)
+async def asked(handler: Handler, answers: Any, request: HttpRequest = REQUEST, waiting: Waiting | None = None) -> None:
+    pending: Awaitable[None] | None = answering(handler, waiting or Waiting())(request, answers)
     if pending is not None:
         await pending
 
@@ -80,5 +81,31 @@ def test_what_is_settled_is_asked_for_once_more_unless_the_client_has_left(later
         settled.set()
         await asyncio.wait_for(asyncio.gather(*asking), 10)
         assert (stays.statuses, leaves.statuses, fails.statuses) == ([200], [], [404])
+
+    asyncio.run(main())
+
+
+def test_those_who_wait_hold_so_much_memory_and_no_more(later: bool) -> None:
+    async def main() -> None:
+        settled, waiting = asyncio.Event(), Waiting(max_bytes=100)
+        clients = [Answers() for _ in range(3)]
+        asking = [
+            asyncio.ensure_future(
+                asked(
+                    of(ModelLoading("not yet", settled), 200, later=later),
+                    client,
+                    HttpRequest("POST", "/tokenize", "", {}, bytes(size), ""),
+                    waiting,
+                )
+            )
+            for client, size in zip(clients, (60, 40, 1), strict=True)
+        ]
+        await asyncio.sleep(0.01)
+        assert [client.statuses for client in clients] == [[], [], [503]]
+        settled.set()
+        await asyncio.wait_for(asyncio.gather(*asking), 10)
+        assert [client.statuses for client in clients] == [[200], [200], [503]]
+        with waiting.held(150), pytest.raises(Overloaded, match="of 150 bytes wait"), waiting.held(1):
+            raise AssertionError("one alone is never too much, a second one is")
 
     asyncio.run(main())

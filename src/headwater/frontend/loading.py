@@ -1,7 +1,7 @@
 """Requests for a model whose tokenizer this frontend is about to have: they wait a moment instead of being refused.
 
 Frontends that share a port are not ready at the same instant. A client that one of them has told so may meet another
-next, and is to notice nothing. The wait is bounded, and so are those who wait, like all requests.
+next, and is to notice nothing. The wait is bounded, and so is the memory of those who wait.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from contextlib import suppress
 from headwater.errors import HeadwaterError, NoWorkers
 from headwater.frontend.http.base import Handler, HttpRequest, Responder
 from headwater.frontend.http.replies import reply_for
+from headwater.frontend.waiting import Waiting
 
 LONGEST_WAIT_S = 10.0
 _RETRY_AFTER_S = 2.0
@@ -24,7 +25,7 @@ class ModelLoading(NoWorkers):
         self.settled = settled
 
 
-def answering(handler: Handler) -> Handler:
+def answering(handler: Handler, waiting: Waiting) -> Handler:
     """What the handler raises becomes the answer; after `ModelLoading` it is called once more, in time."""
 
     def handle(request: HttpRequest, responder: Responder) -> Awaitable[None] | None:
@@ -44,9 +45,10 @@ def answering(handler: Handler) -> Handler:
             await again(loading, request, responder)
 
     async def again(loading: ModelLoading, request: HttpRequest, responder: Responder) -> None:
-        with suppress(TimeoutError):  # another version of the model may be there by now: the handler says
+        with suppress(TimeoutError), waiting.held(len(request.body)):
             async with asyncio.timeout(LONGEST_WAIT_S):
                 await loading.settled.wait()
+        # Also when the time is over: another version of the model may be there by now.
         if not responder.disconnected and (pending := handler(request, responder)) is not None:
             await pending
 

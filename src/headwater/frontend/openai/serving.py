@@ -14,7 +14,6 @@ import msgspec
 
 from headwater.clock import Clock
 from headwater.config.schema import FrontendConfig
-from headwater.errors import Overloaded
 from headwater.frontend.dispatch import Dispatcher
 from headwater.frontend.http.base import Handler, Headers, HttpRequest, Responder
 from headwater.frontend.http.replies import JSON
@@ -29,13 +28,13 @@ from headwater.frontend.openai.openapi import docs_page, openapi_document
 from headwater.frontend.openai.preparation import Asker
 from headwater.frontend.openai.relay import RelayAnswer, relayed_model
 from headwater.frontend.openai.tokens import detokenize, tokenize
+from headwater.frontend.waiting import Waiting
 from headwater.protocol.cluster import ModelCard
 
 __all__ = ["ModelLookup", "RelayedModel", "Route", "ServedModel", "build_model", "openai_routes"]
 
 INLINE_BODY_BYTES = 32_768
 _THREADS = 2
-_MAX_WAITING_BYTES = 64 * 1024 * 1024
 
 ResultT = TypeVar("ResultT")
 Prepare = Callable[[bytes, ModelLookup, Asker, bool], Generation]
@@ -63,7 +62,7 @@ def openai_routes(models: ModelLookup, dispatcher: Dispatcher, config: FrontendC
         Route("POST", "/tokenize", api.document(tokenize)),
         Route("POST", "/detokenize", api.document(detokenize)),
         Route("GET", "/v1/models", api.list_models),
-        Route("GET", "/v1/models/{model}", answering(api.show_model)),
+        Route("GET", "/v1/models/{model}", answering(api.show_model, api.waiting)),
         Route("GET", "/openapi.json", _static(document, (JSON,))),
         Route("GET", "/docs", _static(docs_page(), _HTML)),
     ]
@@ -87,22 +86,14 @@ def _static(body: bytes, headers: Headers) -> Handler:
 class Threads:
     """A few threads for long bodies. The line before them is bounded by the memory that it holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Waiting) -> None:
         self._semaphore = asyncio.Semaphore(_THREADS)
-        self._waiting_bytes = 0
+        self._waiting = waiting
 
     async def run(self, num_bytes: int, work: Callable[[], ResultT]) -> ResultT:
-        if self._waiting_bytes and self._waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
-            raise Overloaded(
-                f"long prompts of {self._waiting_bytes:,} bytes wait to be read; with {num_bytes:,} more it would be "
-                f"over the limit of {_MAX_WAITING_BYTES:,}"
-            )
-        self._waiting_bytes += num_bytes
-        try:
+        with self._waiting.held(num_bytes):
             async with self._semaphore:
                 return await asyncio.to_thread(work)
-        finally:
-            self._waiting_bytes -= num_bytes
 
 
 class _Api:
@@ -111,7 +102,8 @@ class _Api:
         self._around = Surroundings(dispatcher, clock, config.request_timeout)
         self._strict = config.strict
         self._clock = clock
-        self._threads = Threads()
+        self.waiting = Waiting()
+        self._threads = Threads(self.waiting)
 
     def generation(self, prepare: Prepare) -> Handler:
         """Handler of an endpoint that generates."""
@@ -133,7 +125,7 @@ class _Api:
             if not responder.disconnected:
                 self._begin(generation, responder, since)
 
-        return answering(handle)
+        return answering(handle, self.waiting)
 
     def _relay(self, request: HttpRequest, responder: Responder, asker: Asker) -> bool:
         """Whether the request was for a relayed model, and is taken care of."""
@@ -156,7 +148,7 @@ class _Api:
             work = lambda: make(request.body, self._models, strict=self._strict)  # noqa: E731
             _send(responder, await self._threads.run(len(request.body), work))
 
-        return answering(handle)
+        return answering(handle, self.waiting)
 
     def list_models(self, _request: HttpRequest, responder: Responder) -> None:
         by_name = {name: _describe(card, name) for card in self._models.cards() for name in card.served_names}
