@@ -152,6 +152,13 @@ class WorkerSilent(WorkerLost):
     pass
 
 
+class StreamLost(WorkerError):
+    """The worker that had it is gone, and what it said cannot be gone on with. Nobody died of it a second time."""
+
+    code = "stream_lost"
+    retryable = False
+
+
 class HandoffFailed(WorkerError):
     code = "handoff_failed"
 

@@ -8,7 +8,15 @@ import pytest
 from frontend_rig import Rig, Sink
 from scripted_worker import ScriptedWorker, until
 
-from headwater.errors import EngineFailed, HeadwaterError, InvalidRequest, NoWorkers, WorkerLost, WorkerSilent
+from headwater.errors import (
+    EngineFailed,
+    HeadwaterError,
+    InvalidRequest,
+    NoWorkers,
+    StreamLost,
+    WorkerLost,
+    WorkerSilent,
+)
 from headwater.frontend.moves import MoveLimits
 from headwater.frontend.vigil import VigilLimits
 from headwater.protocol.events import LoadReport
@@ -185,6 +193,26 @@ def test_a_stream_that_its_worker_ends_because_it_leaves_or_fails_goes_on(play, 
         keeper.finish(request.stream, [2])
         await until(lambda: sink.finished is not None)
         assert sink.token_ids == [1, 2]
+
+    play(scenario)
+
+
+def test_a_stream_that_cannot_be_gone_on_with_ends_and_is_not_blamed(play) -> None:
+    """As when an attached server dies in the middle of a relayed answer."""
+
+    async def scenario(rig: Rig) -> None:
+        await rig.serving("w1", "w2")
+        streams, (sink,) = rig.submit()
+        leaver = rig.by_id(rig.worker_of(streams[0]))
+        await until(lambda: bool(leaver.requests))
+        leaver.step(SequenceOutput(streams[0], [1]))
+        leaver.refuse(streams[0], "worker_lost", "the server broke off")
+        keeper, request = await taken_over(rig, leaver)
+        keeper.refuse(request.stream, "stream_lost", "that cannot be taken up")
+        await until(lambda: sink.error is not None)
+        assert isinstance(sink.error, StreamLost)
+        assert sink.error.message == "that cannot be taken up"
+        assert rig.dispatcher.faults.poisonous == 0
 
     play(scenario)
 

@@ -212,7 +212,7 @@ def test_a_relayed_answer_is_not_taken_up_in_its_middle(play: Callable[[Scenario
             bench.engine.submit([request])
             await eventually(lambda: bench.recorder.ended(1), "it is answered")
             error = bench.recorder.error(1)
-            assert (error.code, error.retryable) == ("engine_failed", False), "the client has done nothing wrong"
+            assert (error.code, error.retryable) == ("stream_lost", False), "the client has done nothing wrong"
 
     play(scenario)
 

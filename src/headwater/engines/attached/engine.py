@@ -43,7 +43,15 @@ from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
 from headwater.engines.limits import num_resumed
 from headwater.engines.pace import Pace, PacedEngine
 from headwater.engines.texts import ModelTexts
-from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InvalidRequest, Unavailable, WorkerLost
+from headwater.errors import (
+    ConfigError,
+    EngineFailed,
+    HeadwaterError,
+    InvalidRequest,
+    StreamLost,
+    Unavailable,
+    WorkerLost,
+)
 from headwater.kv.identity import namespace
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
@@ -180,7 +188,7 @@ class AttachedEngine(PacedEngine):
         assert found is not None
         if self._tokens is None:
             if request.resumed_tokens:
-                raise EngineFailed("the server was lost in the middle of a relayed answer, which cannot be taken up")
+                raise StreamLost("the server was lost in the middle of a relayed answer, which cannot be taken up")
             asked = relayed_request(request, (found.model, *found.aliases, *found.adapters), found.model)
             self._answer(request.stream, exchanges.relay(request, asked))
         else:
