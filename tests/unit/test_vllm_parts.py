@@ -71,7 +71,9 @@ def pass_on(model: Model, sizes: list[int], blocks: list[list[int]]) -> None:
     for step, size in enumerate(sizes):
         wanted = model.kv(step)
         ranks = [Rank(model, wanted, rank, size) for rank in range(size)]
-        families |= {rank.parts.family("") for rank in ranks} | {rank.told.family("") for rank in ranks}
+        families |= {rank.parts.family("") for rank in ranks}
+        if model.kernel_blocks == 1:
+            families |= {rank.told.family("") for rank in ranks}
         if step:
             for number, source in zip(blocks[step], blocks[0], strict=True):
                 at, of = number * model.kernel_blocks, source * model.kernel_blocks
@@ -134,6 +136,14 @@ def test_where_heads_are_not_certain_only_equal_sizes_find_what_is_stored(
     assert len(families) == 2
     assert trouble in caplog.text
     assert "the KV store serves --tensor-parallel-size 2 only" in caplog.text
+
+
+def test_models_with_other_heads_or_kernel_blocks_share_nothing() -> None:
+    """One head at each rank of all."""
+    unlike = Model(2), Model(4), Model(2, kernel_blocks=3), Model(2, kernel_blocks=5)
+    last = [Rank(model, model.kv(1), 3, 4).parts for model in unlike]
+    ids = {parts.split(first(parts), torch.zeros(3, 8, dtype=torch.uint8))[0][0].ids for parts in last}
+    assert len({parts.family("") for parts in last}) == len(ids) == 4
 
 
 @pytest.mark.parametrize("shape", [(9, 15, 4, 10), (9, 4, 15, 2, 5), (9, 60, 10)])

@@ -97,17 +97,25 @@ class Heads:
             raise ConfigError(f"of the shape {tuple(cache.shape)} two axes may be that of the {self.here} heads")
         return pieces
 
-    def part(self, layout: Layout, rank: int, caches: Iterable[torch.Tensor]) -> SlotPart:
-        """Raises `ConfigError` as `kernel_blocks` does."""
-        found = {self.kernel_blocks(cache, layout.num_blocks) for cache in caches}
+    def common_kernel_blocks(self, caches: Iterable[torch.Tensor], num_blocks: int) -> int:
+        """In a block of any layer. Raises `ConfigError` also where they differ."""
+        found = {self.kernel_blocks(cache, num_blocks) for cache in caches}
         if len(found) != 1:
             raise ConfigError(f"layers are split into {sorted(found)} kernel blocks")
-        (pieces,) = found
+        return found.pop()
+
+    def layout_in(self, pieces: int) -> str:
+        """That of blocks of so many kernel blocks."""
+        return self.layout if pieces == 1 else f"{self.layout}.k{pieces}"
+
+    def part(self, layout: Layout, rank: int, caches: Iterable[torch.Tensor]) -> SlotPart:
+        """Raises `ConfigError` as `kernel_blocks` does."""
+        pieces = self.common_kernel_blocks(caches, layout.num_blocks)
         head_bytes = self.block_tokens // pieces * self.token_bytes
         num_rows = layout.block_bytes // (self.here * head_bytes)
         held = heads_of(rank, layout.num_ranks, self.total)
         return SlotPart(
-            layout=self.layout if pieces == 1 else f"{self.layout}.k{pieces}",
+            layout=self.layout_in(pieces),
             slot_bytes=num_rows * self.total * head_bytes,
             num_rows=num_rows,
             start=held.start * head_bytes,

@@ -4,9 +4,10 @@ So engines of any tensor-parallel size find what the others have stored, and eac
 The first part has the block's own id: it is what is looked up, whatever the number of parts. Of ranks with the same
 head the first one stores it.
 
-A part is one head of all layers, tokens in order; so it does not show whether kernels take smaller blocks than vLLM
-manages. Where it is not certain where the heads are (`vllm_heads`), a rank keeps all of its block as one part, which
-only engines of the same tensor-parallel size find.
+A part is one head of all layers. Where kernels take smaller blocks than vLLM manages, its layout is named by that; as
+only ranks know, peers and buckets, which are asked on behalf of the scheduler, are asked in vain then. Where it is
+not certain where the heads are (`vllm_heads`), a rank keeps all of its block as one part, which only engines of the same
+tensor-parallel size find.
 """
 
 import logging
@@ -74,8 +75,10 @@ def parts_of(
     """`caches`: of all layers, as vLLM shows them. Without, what is to be expected of them: for the scheduler."""
     try:
         heads = Heads.of(vllm_config, kv_cache_config)
-        for cache in [heads.expected(layout.num_blocks), *caches]:
-            heads.kernel_blocks(cache, layout.num_blocks)
+        expected = [heads.expected(layout.num_blocks)]
+        pieces = heads.common_kernel_blocks(expected, layout.num_blocks)
+        if caches:
+            pieces = heads.common_kernel_blocks(caches, layout.num_blocks)
     except ConfigError as error:
         if not rank and caches:
             level = logging.WARNING if layout.num_ranks > 1 else logging.INFO
@@ -90,7 +93,7 @@ def parts_of(
     held = heads_of(rank, layout.num_ranks, heads.total)
     return Parts(
         model=layout.model,
-        layout=f"{heads.layout}.head",
+        layout=f"{heads.layout_in(pieces)}.head",
         part_bytes=layout.block_bytes // len(held),
         count=heads.total,
         held=held,
