@@ -4,9 +4,9 @@ So engines of any tensor-parallel size find what the others have stored, and eac
 The first part has the block's own id: it is what is looked up, whatever the number of parts. Of ranks with the same
 head the first one stores it.
 
-A part is one head of all layers. Where kernels take smaller blocks than vLLM manages, its layout is named by that; as
-only ranks know, peers and buckets, which are asked on behalf of the scheduler, are asked in vain then. Where it is
-not certain where the heads are (`vllm_heads`), a rank keeps all of its block as one part, which only engines of the same
+A part is one head of all layers. Where kernels take smaller blocks than vLLM manages, its layout is named by that; only
+ranks know, so peers and buckets, which are asked on behalf of the scheduler, are asked in vain then. Where it is not
+certain where the heads are (`vllm_heads`), a rank keeps all of its block as one part, which only engines of the same
 tensor-parallel size find.
 """
 
