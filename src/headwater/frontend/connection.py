@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from headwater.errors import HeadwaterError, ModelError, ProtocolError, WorkerLost
+from headwater.errors import ConfigError, HeadwaterError, ModelError, ProtocolError, WorkerLost
 from headwater.frontend.artifacts import check_artifact
 from headwater.protocol.cluster import Artifact, Instance
 from headwater.protocol.frames import Abort, ArtifactChunk, FetchArtifact, FrontendFrame, StepFrame, WorkerFrame
@@ -129,13 +129,14 @@ class WorkerConnection:
             if worker_id != self.worker_id:
                 raise ProtocolError(f"worker {worker_id} answers where {self.worker_id} was expected")
         except HeadwaterError as error:
-            self.last_error = error.message
+            will_not_mend_itself = isinstance(error, ProtocolError | ConfigError)
             logger.log(
-                logging.WARNING if isinstance(error, ProtocolError) else logging.DEBUG,
+                logging.WARNING if will_not_mend_itself and error.message != self.last_error else logging.DEBUG,
                 "worker %s cannot be reached: %s",
                 self.worker_id,
-                error.message,
+                f"{error.message} ({error.hint})" if error.hint else error.message,
             )
+            self.last_error = error.message
             await link.close()
             return False
         except asyncio.CancelledError:
