@@ -12,7 +12,7 @@ from headwater.clock import VirtualClock
 from headwater.kv.block import ROOT, Block, Family
 from headwater.kv.shares import OTHERS
 from headwater.kv.stores.breaker import Breaker
-from headwater.kv.stores.conformance import FAMILY, Run
+from headwater.kv.stores.conformance import BESIDE, FAMILY, Run
 from headwater.kv.stores.object.gathering import Gathering, Loose
 from headwater.kv.stores.object.ledger import Ledger, Owned
 from headwater.kv.stores.object.runs import (
@@ -21,6 +21,7 @@ from headwater.kv.stores.object.runs import (
     RunShape,
     decode_header,
     encode_header,
+    family_digest,
     run_shape,
     runs_within,
 )
@@ -95,6 +96,13 @@ def header_of(count: int = 4) -> tuple[RunShape, list[Block], bytes]:
     shape = RunShape(count, 8192, b"f" * 16)
     blocks = Run("a", count).blocks
     return shape, blocks, encode_header(shape, blocks)
+
+
+def test_parts_beside_the_first_have_a_folder_of_their_own() -> None:
+    first = msgspec.structs.replace(FAMILY, parts=2)
+    assert family_digest(first) == family_digest(FAMILY), "which is where it was before there were parts"
+    assert family_digest(BESIDE) != family_digest(first)
+    assert run_shape(BESIDE).folder != run_shape(first).folder
 
 
 def test_a_header_comes_back_as_it_was() -> None:

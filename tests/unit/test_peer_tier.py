@@ -20,7 +20,7 @@ from headwater.errors import StoreClosed, TierUnavailable
 from headwater.kv.block import Block
 from headwater.kv.resident import ResidentBlocks
 from headwater.kv.stores.base import Absent, Kept
-from headwater.kv.stores.conformance import FAMILY, OTHER, PAYLOAD_BYTES, Run, only
+from headwater.kv.stores.conformance import BESIDE, FAMILY, OTHER, PAYLOAD_BYTES, Run, only
 from headwater.kv.stores.host import HostTier
 from headwater.kv.stores.ledgered import TierOptions
 from headwater.kv.stores.peer import PeerOptions, PeerTier
@@ -109,6 +109,22 @@ async def test_blocks_of_several_models_lie_in_different_chunks_and_are_read_all
         for run in runs:
             await tier.contains(run.family, run.ids)
             assert await run.get(tier) == run.blocks
+
+
+@on_loop
+async def test_nobody_is_told_of_parts_beside_the_first_that_a_peer_has() -> None:
+    first, other = Run("a", 8), Run("b", 8, BESIDE)
+    async with node("owner") as owner, peer_tier(owner.port) as tier:
+        for run in (first, other):
+            await run.put(owner.host)
+            await tier.contains(run.family, run.ids)
+            assert await run.get(tier) == run.blocks
+        assert {block_id for block_id, _ in tier.resident()} == set(first.split)
+        resident = ResidentBlocks()
+        await tier.remove(other.split[0] + first.split[-1])
+        for event in tier.drain_events():
+            resident.apply(event)
+        assert set(first.split[:-1]) == {one for one in first.split + other.split if one in resident}
 
 
 def replace_family(family: Any, payload_bytes: int) -> Any:

@@ -170,6 +170,17 @@ def test_parts_have_ids_of_their_own() -> None:
     assert part_ids(IDS[16:], "a", 7) == part_ids(IDS, "a", 7)[16:]
 
 
+def test_parts_are_chained_to_their_own_beginnings() -> None:
+    """Object tiers gather what follows from that."""
+    parts = Rank(Model(heads=2), Model(heads=2).kv(1), 0, 1).parts
+    whole = Piece(parts.family(""), IDS, 0, ROOT)
+    for start in (0, 2):
+        (first, _), (beside, _) = parts.split(whole.part(start, 3), torch.zeros(3 - start, 2 * parts.part_bytes))
+        assert first == whole.part(start, 3)
+        assert beside.parent == (part_ids(first.parent, parts.layout, 1) if start else ROOT)
+        assert (beside.first, beside.ids) == (start, part_ids(first.ids, parts.layout, 1))
+
+
 def test_what_cannot_be_divided_is_refused() -> None:
     for rank, size in ((0, 3), (2, 2), (-1, 2)):
         with pytest.raises(ConfigError, match="cannot be divided"):
