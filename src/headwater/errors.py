@@ -19,6 +19,7 @@
     │  ├─ HandoffFailed            another worker has not prefilled it, and this one cannot: begin again with a third
     │  ├─ WorkerLost               the process or the connection died (the peer broke it)
     │  │  └─ WorkerSilent          nothing is heard of it: it may live
+    │  ├─ StreamLost               its worker is gone, and no other one can go on with what was said
     │  └─ ProtocolError            the other side speaks another version or sent garbage
     ├─ TransferError       502     the bytes did not arrive: take another source or compute them again
     │  ├─ PeerLost                 the peer died, hung or was cut off
