@@ -110,17 +110,18 @@ def test_a_server_that_dies_with_the_kv_costs_time_only(config: EngineConfig, mo
 
 def test_an_answer_that_has_begun_is_not_begun_again(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is on the first token alone, and what breaks off later is an error, not a second answer."""
-    monkeypatch.setattr(exchanges, "_TICKET_S", 0.2)
+    monkeypatch.setattr(exchanges, "_TICKET_S", 0.6)
 
     async def scenario() -> None:
-        async with pair(config, mocker_decode_base_ms=5.0) as both:
+        async with pair(msgspec.structs.replace(config, mocker_decode_base_ms=20.0)) as both:
             both.decode.keeps_the_end = True
             where = both.cluster.prefill_at("p", 0.0)
-            asked = request(1, PROMPT, prefill=where)
+            asked = request(1, PROMPT, 60, prefill=where)
             both.worker.send(asked)
             await eventually(lambda: 1 in both.worker.errors, "it ends", 10.0)
             kinds = [body.get("disaggregated_params", {}).get("request_type") for body in both.decode.bodies]
             assert kinds == ["generation_only"]
+            assert len(both.worker.tokens[1]) > 50, "more than the limit has time for"
 
     run_leak_checked(scenario())
 
