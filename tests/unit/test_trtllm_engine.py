@@ -508,6 +508,22 @@ def test_kv_that_does_not_come_is_computed_here_in_time(
     play(scenario)
 
 
+def test_an_answer_that_has_begun_may_last_longer_than_kv_may_take(
+    play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trtllm, "_TICKET_S", 0.6)
+
+    async def scenario(stage: Stage) -> None:
+        monkeypatch.setattr(LLM, "mocker", msgspec.structs.replace(LLM.mocker, mocker_decode_base_ms=20.0))
+        async with stage.engine(*TRANSCEIVER) as one, stage.engine(*TRANSCEIVER) as two:
+            found = await ticket(one, prompt_of(90, 1))
+            (answer,) = await two.run(two.request(prompt_of(90, 1), 60, ticket=found))
+            assert len(answer) == 60
+            assert not LLM.fabric.held, "its KV came"
+
+    play(scenario)
+
+
 @pytest.mark.parametrize("bad", [b"\x80", b"not a ticket", b"\x81\xa1x\x01"])
 def test_what_is_no_ticket_is_refused(bad: bytes, play: Callable[[Scenario], None]) -> None:
     async def scenario(stage: Stage) -> None:
