@@ -59,6 +59,26 @@ def test_an_abort_closes_the_connection(play: Callable[[Scenario], None]) -> Non
     play(scenario)
 
 
+@pytest.mark.parametrize("attach_as", ["auto", "openai"])
+def test_a_server_that_no_longer_takes_our_key_is_no_dead_worker(
+    play: Callable[[Scenario], None], attach_as: str
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached(attach_as=attach_as) as bench:
+            stage.double.status = 401
+            request = bench.request(prompt_of(8))
+            if attach_as == "openai":
+                body = msgspec.json.encode({"model": MODEL, "messages": []})
+                request.relay = RelayedRequest("/v1/chat/completions", body)
+            bench.engine.submit([request])
+            await eventually(lambda: bench.recorder.ended(1), "it is answered")
+            error = bench.recorder.error(1)
+            assert (error.code, error.retryable) == ("unavailable", True)
+            assert "refuses us: no room" in error.message
+
+    play(scenario)
+
+
 def test_a_full_server_is_overloaded_and_another_may_be_asked(play: Callable[[Scenario], None]) -> None:
     async def scenario(stage: Stage) -> None:
         async with stage.attached() as bench:

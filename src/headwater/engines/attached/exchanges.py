@@ -12,7 +12,7 @@ from typing import Any
 
 from headwater.engines.attached.answer import Answer
 from headwater.engines.attached.dialects.base import Aborts, HandsOver
-from headwater.engines.attached.http import Server, Unreachable, error_for
+from headwater.engines.attached.http import Server, Unreachable, refusal_for
 from headwater.errors import HeadwaterError, WorkerLost
 from headwater.protocol.request import EngineRequest, SequenceOutput
 
@@ -53,7 +53,7 @@ class Exchanges:
             async with self._server.stream(*asked, headers) as response:
                 if response.status != 200:
                     answer.complete = True
-                    raise error_for(response.status, await response.content.read(_MAX_ERROR_BYTES), response.headers)
+                    raise refusal_for(response.status, await response.content.read(_MAX_ERROR_BYTES), response.headers)
                 async for piece in response.content.iter_any():
                     for output in answer.feed(piece):
                         if limit is not None:
@@ -96,7 +96,7 @@ class Exchanges:
         """The answer as it is."""
         async with self._server.stream(*asked, {"x-request-id": request.request_id}) as response:
             if response.status != 200:
-                raise error_for(response.status, await response.content.read(_MAX_ERROR_BYTES), response.headers)
+                raise refusal_for(response.status, await response.content.read(_MAX_ERROR_BYTES), response.headers)
             async for piece in response.content.iter_any():
                 self._take(SequenceOutput(request.stream, [0] * max(1, piece.count(b"\n\n")), relayed=piece))
         self._take(SequenceOutput(request.stream, [], "stop"))

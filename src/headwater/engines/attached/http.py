@@ -142,6 +142,13 @@ def error_for(status: int, body: bytes, headers: Mapping[str, str]) -> Headwater
     return WorkerLost(f"the attached server failed with status {status}: {text}")
 
 
+def refusal_for(status: int, body: bytes, headers: Mapping[str, str]) -> HeadwaterError:
+    """The same, of a request. A key that is no longer taken is no death of the worker, which the request could be
+    blamed for: another server may take ours."""
+    error = error_for(status, body, headers)
+    return Unavailable(error.message, hint=error.hint) if isinstance(error, EngineFailed) else error
+
+
 def _said(body: bytes) -> tuple[str, str | None, str | None]:
     """Message, field and code of an error in OpenAI's form, or of the few that differ."""
     try:
