@@ -13,15 +13,12 @@ import pytest
 import served_demo
 from test_openai_client import *  # noqa: F403 - its tests, with another cluster
 
-VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
+from real_vllm import VLLM_PYTHON, needs_vllm
+
 DEMO = Path(os.environ.get("PEERS", Path(__file__).parents[2] / "build/peers")) / "demo"
 FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(VLLM_PYTHON is None, reason="VLLM_PYTHON names no interpreter with vLLM"),
-]
+pytestmark = needs_vllm(600)
 
 
 @pytest.fixture(scope="module")

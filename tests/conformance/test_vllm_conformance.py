@@ -1,7 +1,4 @@
-"""The engine suite on real vLLM, one engine start per form; for whoever has vLLM:
-
-VLLM_PYTHON=build/peers/vllm/bin/python pytest -m vllm      (bench/peers/setup vllm makes that interpreter)
-"""
+"""The engine suite on real vLLM, one engine start per form. See `real_vllm`."""
 
 import json
 import os
@@ -10,29 +7,16 @@ from pathlib import Path
 
 import pytest
 
-import model_fixtures
+from real_vllm import VLLM_PYTHON, needs_vllm, tiny_model
 
 SUITE = Path(__file__).parent.parent / "vllm_suite.py"
-VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(VLLM_PYTHON is None, reason="VLLM_PYTHON names no interpreter with vLLM"),
-]
+pytestmark = needs_vllm(600)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a shape that vLLM's CPU kernels take."""
-    shape = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
-    folder = tmp_path_factory.mktemp("model")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model_fixtures.FAMILIES, "llama", ("Llama", {"tie_word_embeddings": True, **shape}))
-        model_fixtures.build_tiny_model(folder, "llama", "default")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("form", ["in-worker", "attached"])

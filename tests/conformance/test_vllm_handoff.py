@@ -1,7 +1,4 @@
-"""Prefill and decode on two real vLLM workers; for whoever has vLLM:
-
-VLLM_PYTHON=build/peers/vllm/bin/python pytest -m vllm      (bench/peers/setup vllm makes that interpreter)
-"""
+"""Prefill and decode on two real vLLM workers. See `real_vllm`."""
 
 import json
 import os
@@ -10,17 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import model_fixtures
+from real_vllm import VLLM_PYTHON, needs_vllm, tiny_model
 
 ROOT = Path(__file__).parents[2]
 LIFE = ROOT / "tests/vllm_handoff_life.py"
-VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(VLLM_PYTHON is None, reason="VLLM_PYTHON names no interpreter with vLLM"),
-]
+pytestmark = needs_vllm(600)
 
 
 def test_prefill_on_one_decode_on_another(tmp_path: Path) -> None:
@@ -36,13 +28,7 @@ def test_prefill_and_decode_at_unequal_tensor_parallel_sizes(
 
 def live(folder: Path, num_kv_heads: int, sizes: tuple[int, int]) -> None:
     """All checks of `vllm_handoff_life` for these sizes of the prefill and the decode worker."""
-    heads = {"head_dim": 32, "num_attention_heads": 2 * num_kv_heads, "num_key_value_heads": num_kv_heads}
-    shape = {"tie_word_embeddings": True, "max_position_embeddings": 1024, **heads}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model_fixtures.FAMILIES, "llama", ("Llama", shape))
-        model_fixtures.build_tiny_model(folder, "llama", "default")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tiny_model(folder, num_kv_heads)
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = f"{ROOT}/bench"
     command = [str(VLLM_PYTHON), str(LIFE), str(folder), "--sizes", *map(str, sizes)]

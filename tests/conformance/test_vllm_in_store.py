@@ -1,7 +1,4 @@
-"""Real vLLM below a worker of ours, with the KV store of its node; for whoever has vLLM:
-
-VLLM_PYTHON=build/peers/vllm/bin/python pytest -m vllm      (bench/peers/setup vllm makes that interpreter)
-"""
+"""Real vLLM below a worker of ours, with the KV store of its node. See `real_vllm`."""
 
 import contextlib
 import json
@@ -17,31 +14,18 @@ from typing import Any
 
 import pytest
 
-import model_fixtures
 from headwater.kv.node.agent import StoreAgent
 from kv_process import store_process
+from real_vllm import VLLM_PYTHON, needs_vllm, tiny_model
 
-VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
 TOKENS, START_S = 600, 300.0
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(VLLM_PYTHON is None, reason="VLLM_PYTHON names no interpreter with vLLM"),
-]
+pytestmark = needs_vllm(900)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a shape that vLLM's CPU kernels take."""
-    shape = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
-    folder = tmp_path_factory.mktemp("model")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model_fixtures.FAMILIES, "llama", ("Llama", {"tie_word_embeddings": True, **shape}))
-        model_fixtures.build_tiny_model(folder, "llama", "default")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,4 @@
-"""A stream whose vLLM worker is killed in the middle goes on at another one; for whoever has vLLM:
-
-VLLM_PYTHON=build/peers/vllm/bin/python pytest -m vllm      (bench/peers/setup vllm makes that interpreter)
-"""
+"""A stream whose vLLM worker is killed in the middle goes on at another one. See `real_vllm`."""
 
 import json
 import os
@@ -15,21 +12,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
+from real_vllm import VLLM_PYTHON, needs_vllm, tiny_model
 
-import model_fixtures
-
-VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
 START_S = 240.0
 TOKENS = 300
 FLAGS = ["--engine", "vllm", "--workers", "2", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
 FLAGS += ["--block-size", "32", "--num-kv-blocks", "100", "--max-num-seqs", "4", "--served-model-name", "tiny"]
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(VLLM_PYTHON is None, reason="VLLM_PYTHON names no interpreter with vLLM"),
-]
+pytestmark = needs_vllm(600)
 
 
 @contextmanager
@@ -68,14 +58,8 @@ def streamed(url: str, prompt: list[int]) -> Iterator[dict[str, Any]]:
 
 
 def test_a_stream_goes_on_when_its_worker_is_killed(tmp_path: Path, run_folder: Path) -> None:
-    shape = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model_fixtures.FAMILIES, "llama", ("Llama", {"tie_word_embeddings": True, **shape}))
-        model_fixtures.build_tiny_model(tmp_path, "llama", "default")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     prompt = [3 + number * 7 % 90 for number in range(50)]
-    with served(tmp_path, run_folder) as url:
+    with served(tiny_model(tmp_path), run_folder) as url:
         deadline = time.monotonic() + START_S
         while sum(worker["state"] == "ready" for worker in workers(url)) < 2:
             assert time.monotonic() < deadline, (run_folder / "serve.log").read_text()[-3000:]

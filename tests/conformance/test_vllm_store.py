@@ -1,7 +1,4 @@
-"""The KV store under real vLLM, over restarts; for whoever has vLLM:
-
-VLLM_PYTHON=build/peers/vllm/bin/python pytest -m vllm      (bench/peers/setup vllm makes that interpreter)
-"""
+"""The KV store under real vLLM, over restarts. See `real_vllm`."""
 
 import json
 import os
@@ -11,28 +8,13 @@ from typing import Any
 
 import pytest
 
-import model_fixtures
 from kv_process import store_process
+from real_vllm import VLLM_PYTHON, needs_vllm, tiny_model
 
 LIFE = Path(__file__).parent.parent / "vllm_store_life.py"
-VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
 TOKENS, BLOCK = 1000, 32
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(VLLM_PYTHON is None, reason="VLLM_PYTHON names no interpreter with vLLM"),
-]
-
-
-def model_with(num_kv_heads: int, folder: Path) -> Path:
-    """Of a shape that vLLM's CPU kernels take."""
-    heads = {"head_dim": 32, "num_attention_heads": 2 * num_kv_heads, "num_key_value_heads": num_kv_heads}
-    shape = {"max_position_embeddings": 1024, **heads}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model_fixtures.FAMILIES, "llama", ("Llama", {"tie_word_embeddings": True, **shape}))
-        model_fixtures.build_tiny_model(folder, "llama", "default")
-    return folder
+pytestmark = needs_vllm(900)
 
 
 def life(socket: Path, model: Path, *words: str) -> list[dict[str, Any]]:
@@ -46,7 +28,7 @@ def life(socket: Path, model: Path, *words: str) -> list[dict[str, Any]]:
 
 
 def test_a_restarted_engine_gets_its_prefix_back(tmp_path: Path, run_folder: Path) -> None:
-    model, socket = model_with(1, tmp_path), run_folder / "kv.sock"
+    model, socket = tiny_model(tmp_path), run_folder / "kv.sock"
     with store_process(socket):
         computed = life(socket, model)
         assert [one["cached"] for one in computed] == [0, 0]
@@ -64,7 +46,7 @@ def test_a_restarted_engine_gets_its_prefix_back(tmp_path: Path, run_folder: Pat
 def test_an_engine_of_another_tensor_parallel_size_gets_the_prefix(
     num_kv_heads: int, sizes: tuple[str, str], tmp_path: Path, run_folder: Path
 ) -> None:
-    model, socket = model_with(num_kv_heads, tmp_path), run_folder / "kv.sock"
+    model, socket = tiny_model(tmp_path, num_kv_heads), run_folder / "kv.sock"
     first, second = (("--size", size) for size in sizes)
     with store_process(socket):
         computed = life(socket, model, *first)
