@@ -13,7 +13,7 @@ from headwater.config.schema import EngineConfig
 from headwater.engines.attached.engine import AttachedEngine
 from headwater.engines.base import EngineInfo, EngineListener, ProgressSink
 from headwater.engines.conformance import SIZES
-from headwater.engines.watched import Bench, Recorder
+from headwater.engines.watched import Bench
 from word_tokenizer import write_word_tokenizer
 
 
@@ -41,13 +41,8 @@ class AttachedStage(Generic[Double]):
     @asynccontextmanager
     async def attached(self, **changes: Any) -> AsyncIterator[Bench]:
         config = msgspec.structs.replace(SIZES, attach=(self.double.url,), tokenizer=str(self.tokenizer))
-        engine = AttachedEngine(msgspec.structs.replace(config, **changes))
-        recorder = Recorder()
-        info = await engine.start(recorder, lambda _: None)
-        try:
-            yield Bench(engine, info, recorder, [])
-        finally:
-            await engine.close()
+        async with Bench.running(AttachedEngine(msgspec.structs.replace(config, **changes))) as bench:
+            yield bench
 
     def play(self, scenario: Coroutine[Any, Any, None]) -> None:
         """With the double started."""

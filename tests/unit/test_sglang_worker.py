@@ -42,13 +42,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
 
 def play(config: EngineConfig, scenario: Callable[[Bench, Engine], Coroutine[Any, Any, None]]) -> None:
     async def whole() -> None:
-        engine = create_engine(config)
-        recorder = Recorder()
-        info = await engine.start(recorder, lambda _: None)
-        try:
-            await scenario(Bench(engine, info, recorder, []), Engine.made[-1])
-        finally:
-            await engine.close()
+        async with Bench.running(create_engine(config)) as bench:
+            await scenario(bench, Engine.made[-1])
         assert Engine.made[-1].down
 
     uvloop.run(asyncio.wait_for(whole(), 30))

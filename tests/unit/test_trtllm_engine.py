@@ -19,7 +19,7 @@ from headwater.engines.trtllm.arguments import trtllm_arguments
 from headwater.engines.trtllm.engine import TrtllmEngine
 from headwater.engines.trtllm.installed import load_installed
 from headwater.engines.trtllm.sampling import trtllm_sampling
-from headwater.engines.watched import Bench, Recorder
+from headwater.engines.watched import Bench
 from headwater.errors import ConfigError, InvalidRequest, WorkerLost
 from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.protocol.request import EngineRequest, ExportOrder, SamplingParams, SequenceOutput, StructuredSpec
@@ -54,13 +54,8 @@ class Stage:
     async def engine(self, *words: str, **changes: Any) -> AsyncIterator[Bench]:
         own = msgspec.structs.replace(SIZES, engine="trtllm", model="double", tokenizer=str(self.tokenizer), **changes)
         words = ("--kv-cache-config.tokens-per-block", str(own.block_size), *words)
-        engine = TrtllmEngine(msgspec.structs.replace(own, engine_args=words))
-        recorder = Recorder()
-        info = await engine.start(recorder, lambda _: None)
-        try:
-            yield Bench(engine, info, recorder, [])
-        finally:
-            await engine.close()
+        async with Bench.running(TrtllmEngine(msgspec.structs.replace(own, engine_args=words))) as bench:
+            yield bench
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from unittest import SkipTest
 import msgspec
 
 from headwater.config.schema import EngineConfig
-from headwater.engines.base import Engine, Progress
+from headwater.engines.base import Engine
 from headwater.engines.engine import CoreEngine
-from headwater.engines.watched import END_S, Bench, Recorder, watch
+from headwater.engines.watched import END_S, Bench, watch
 from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.protocol.events import BlocksStored
 from headwater.runtime.conformance import eventually, on_loop
@@ -100,16 +100,10 @@ class EngineConformance:
         capacity = (sizes.num_kv_blocks or 0) * sizes.block_size
         engine = self.create(msgspec.structs.replace(sizes, max_model_len=min(sizes.max_model_len or 0, capacity)))
         cores, executors = watch(engine) if isinstance(engine, CoreEngine) else ([], [])
-        recorder = Recorder()
-        progress: list[Progress] = []
-        info = await engine.start(recorder, progress.append)
-        bench = Bench(engine, info, recorder, progress)
-        bench.core = cores[0] if cores else None
-        bench.executor = executors[0] if executors else None
-        try:
+        async with Bench.running(engine) as bench:
+            bench.core = cores[0] if cores else None
+            bench.executor = executors[0] if executors else None
             yield bench
-        finally:
-            await engine.close()
 
     # ---- life
 

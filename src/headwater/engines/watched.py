@@ -2,7 +2,10 @@
 
 import time
 from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Self
 
 from headwater.engines.base import Engine, EngineInfo, Progress, ProgressSink
 from headwater.engines.core import BuiltEngine, EngineCore
@@ -111,6 +114,18 @@ class Bench:
         self.core: EngineCore | None = None
         self.executor: WatchedExecutor | None = None
         self._streams = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, engine: Engine) -> AsyncIterator[Self]:
+        """Started, and closed in the end."""
+        recorder = Recorder()
+        progress: list[Progress] = []
+        info = await engine.start(recorder, progress.append)
+        try:
+            yield cls(engine, info, recorder, progress)
+        finally:
+            await engine.close()
 
     def slow_down(self, pause_s: float) -> None:
         """Make each step at least this long."""
