@@ -31,7 +31,7 @@ from headwater.errors import (
     Overloaded,
     WorkerLost,
 )
-from headwater.kv.identity import chain_block_ids, split_block_ids
+from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.kv.resident import ResidentBlocks
 from headwater.protocol.events import LoadReport, StepTiming, WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
@@ -198,6 +198,11 @@ class ExternalEngine(ABC):
         """Of requests that bring none, once it is open."""
         assert self._limits is not None
         return self._limits.namespace
+
+    def own_namespace(self, adapter: str | None) -> bytes:
+        """Under which the other side keeps what is computed without a salt."""
+        card = self.info.card
+        return namespace(card.fingerprint, card.kv_layout, adapter=adapter) if adapter else self.default_namespace
 
     @property
     def resident(self) -> ResidentBlocks:

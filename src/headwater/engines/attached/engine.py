@@ -111,11 +111,7 @@ class AttachedEngine(PacedEngine):
                 await _learn(tokens, texts)
         info = describer.with_tokens(texts) if texts is not None else describer.relayed()
         if texts is not None:
-            card = info.card
-            self._namespaces = {
-                name: namespace(card.fingerprint, card.kv_layout, adapter=name) for name in card.adapters
-            }
-            self._follow_events(server, card, found)
+            self._follow_events(server, info.card, found)
         self.spawn(self._watch(server, dialect))
         self._tell_mode(info)
         progress(Progress("ready", detail=info.card.name))
@@ -199,7 +195,7 @@ class AttachedEngine(PacedEngine):
     ) -> None:
         request = stream.request
         num_resumed(request)  # refuses what is complete
-        own = self._own_namespace(request.adapter)
+        own = self.own_namespace(request.adapter)
         salt = salt_of(request.namespace, own)
         if isinstance(self._following, Draining):
             self._following.wake()
@@ -220,10 +216,6 @@ class AttachedEngine(PacedEngine):
         if self._owners is not None:
             self._owners.begin(request.stream, tokens, request.namespace or own)
         self._answer(request.stream, work)
-
-    def _own_namespace(self, adapter: str | None) -> bytes:
-        """That the server keeps by itself."""
-        return self._namespaces.get(adapter or "", self.default_namespace)
 
     async def sleep(self) -> None:
         assert self._server is not None

@@ -135,7 +135,7 @@ class TrtllmEngine(ExternalEngine):
         request, number = stream.request, stream.request.stream
         result, work = self._begin(request, tokens.tolist())
         if self._owners is not None:
-            self._owners.begin(number, tokens, request.namespace or self._own_namespace(request.adapter))
+            self._owners.begin(number, tokens, request.namespace or self.own_namespace(request.adapter))
         task = asyncio.get_running_loop().create_task(self._until_told(number, work))
         task.add_done_callback(lambda _: self._forget_owner(number))
         self._results[number] = (result, task)
@@ -200,7 +200,7 @@ class TrtllmEngine(ExternalEngine):
                 known = ", ".join(self._adapters) or "none is loaded"
                 raise InvalidRequest(f"there is no adapter {request.adapter!r}: {known}")
             options["lora_request"] = installed.LoRARequest(request.adapter, adapter_number(folder), folder)
-        salt = salt_of(request.namespace, self._own_namespace(request.adapter))
+        salt = salt_of(request.namespace, self.own_namespace(request.adapter))
         if salt is not None:
             if not installed.takes("cache_salt"):
                 raise InvalidRequest(f"TensorRT-LLM {installed.version} takes no cache salt", param="cache_salt")
@@ -208,13 +208,6 @@ class TrtllmEngine(ExternalEngine):
         if request.priority and installed.takes("priority"):
             options["priority"] = priority_of(request.priority)
         return options
-
-    def _own_namespace(self, adapter: str | None) -> bytes:
-        """That TensorRT-LLM keeps by itself."""
-        if adapter is None:
-            return self.default_namespace
-        card = self.info.card
-        return namespace(card.fingerprint, card.kv_layout, adapter=adapter)
 
     # ---- what comes back
 

@@ -54,7 +54,6 @@ from headwater.engines.vllm.sampling import vllm_sampling
 from headwater.engines.vllm.staging import Staging
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InternalError, InvalidRequest
 from headwater.kv.connectors.vllm_naming import Naming
-from headwater.kv.identity import namespace
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import EngineRequest
@@ -232,9 +231,8 @@ class VllmEngine(ExternalEngine):
             params = kv_transfer_params(request)
         if not self._connectors.store:
             return params
-        card = self.info.card
-        key = request.namespace or namespace(card.fingerprint, card.kv_layout, adapter=request.adapter or "")
-        return Naming(key.hex(), card.fingerprint, request.tenant).request_params(params)
+        key = request.namespace or self.own_namespace(request.adapter)
+        return Naming(key.hex(), self.info.card.fingerprint, request.tenant).request_params(params)
 
     async def _send_structured(
         self, name: str, stream: OpenStream, tokens: "array[int]", params: dict[str, Any] | None
