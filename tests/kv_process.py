@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -23,6 +24,13 @@ def store_process(path: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
             yield process
         finally:
             process.kill()
+
+
+@contextlib.contextmanager
+def store_socket() -> Iterator[Path]:
+    """Of a store in a folder of its own, whose name is short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="hw-") as folder, store_process(Path(folder) / "kv.sock"):
+        yield Path(folder) / "kv.sock"
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,6 @@
 import hashlib
 import importlib
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from engine_doubles import ExtraInfo, HiCacheController, HiCacheStorage, HiCacheStorageConfig, HostPool, install
 from headwater.kv.block import ROOT
-from kv_process import store_process
+from kv_process import store_process, store_socket
 
 
 @pytest.fixture
@@ -37,8 +36,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def socket() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hw-") as folder, store_process(Path(folder) / "kv.sock"):
-        yield Path(folder) / "kv.sock"
+    with store_socket() as path:
+        yield path
 
 
 def keys_of(name: str, count: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,15 +20,15 @@ from engine_doubles import (
     install,
 )
 from headwater.errors import ConfigError
-from kv_process import store_process
+from kv_process import store_process, store_socket
 
 INTERFACE = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
 
 
 @pytest.fixture(scope="module")
 def socket() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hw-") as folder, store_process(Path(folder) / "kv.sock"):
-        yield Path(folder) / "kv.sock"
+    with store_socket() as path:
+        yield path
 
 
 @pytest.fixture

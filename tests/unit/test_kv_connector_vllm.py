@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ import torch
 from engine_doubles import install
 from headwater.errors import ConfigError
 from headwater.kv.shards import part_ids
-from kv_process import store_process
+from kv_process import store_process, store_socket
 from vllm_connector_double import INTERFACE, Blocks, KVConnectorRole, Request, VllmEngine, cache_config, config, names
 
 Make = Callable[..., VllmEngine]
@@ -23,8 +22,8 @@ Make = Callable[..., VllmEngine]
 
 @pytest.fixture(scope="module")
 def socket() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hw-") as folder, store_process(Path(folder) / "kv.sock"):
-        yield Path(folder) / "kv.sock"
+    with store_socket() as path:
+        yield path
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ is given."""
 
 import importlib
 import sys
-import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from headwater.kv.connectors.vllm_naming import Naming, store_connector
 from headwater.kv.identity import chain_block_ids, namespace
 from headwater.kv.node.agent import StoreAgent
 from headwater.kv.shards import part_ids
-from kv_process import store_process
+from kv_process import store_socket
 from vllm_connector_double import BLOCK, INTERFACE, Request, VllmEngine, names
 
 SALTED = namespace("print", "layout", salt="4:acme:")
@@ -29,8 +28,8 @@ Make = Callable[..., VllmEngine]
 
 @pytest.fixture(scope="module")
 def socket() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hw-") as folder, store_process(Path(folder) / "kv.sock"):
-        yield Path(folder) / "kv.sock"
+    with store_socket() as path:
+        yield path
 
 
 @pytest.fixture
