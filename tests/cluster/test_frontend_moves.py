@@ -39,6 +39,16 @@ async def taken_over(rig: Rig, *without: ScriptedWorker) -> tuple[ScriptedWorker
     return worker, worker.requests[-1]
 
 
+async def begun(rig: Rig) -> tuple[ScriptedWorker, int, Sink]:
+    """One of two workers, which has a stream and has sent its first token."""
+    await rig.serving("w1", "w2")
+    (stream,), (sink,) = rig.submit()
+    worker = rig.by_id(rig.worker_of(stream))
+    await until(lambda: bool(worker.requests))
+    worker.step(SequenceOutput(stream, [1]))
+    return worker, stream, sink
+
+
 def test_the_streams_of_a_lost_worker_go_on_from_the_tokens_delivered(play) -> None:
     async def scenario(rig: Rig) -> None:
         await rig.serving("w1", "w2")
@@ -72,15 +82,11 @@ def test_the_streams_of_a_lost_worker_go_on_from_the_tokens_delivered(play) -> N
 
 def test_late_output_of_a_worker_that_was_given_up_is_dropped(play) -> None:
     async def scenario(rig: Rig) -> None:
-        await rig.serving("w1", "w2")
-        streams, (sink,) = rig.submit()
-        hung = rig.by_id(rig.worker_of(streams[0]))
-        await until(lambda: bool(hung.requests))
-        hung.step(SequenceOutput(streams[0], [1]))
+        hung, stream, sink = await begun(rig)
         keeper, request = await taken_over(rig, hung)
         assert resumed(request) == [1]
-        await until(lambda: hung.aborted == streams)
-        hung.step(SequenceOutput(streams[0], [2]))
+        await until(lambda: hung.aborted == [stream])
+        hung.step(SequenceOutput(stream, [2]))
         await asyncio.sleep(0.05)
         keeper.finish(request.stream, [3])
         await until(lambda: sink.finished is not None)
@@ -183,12 +189,8 @@ def test_an_idle_worker_that_answers_its_canaries_stays(play) -> None:
 @pytest.mark.parametrize("code", ["draining", "engine_failed", "worker_lost"])
 def test_a_stream_that_its_worker_ends_because_it_leaves_or_fails_goes_on(play, code: str) -> None:
     async def scenario(rig: Rig) -> None:
-        await rig.serving("w1", "w2")
-        streams, (sink,) = rig.submit()
-        leaver = rig.by_id(rig.worker_of(streams[0]))
-        await until(lambda: bool(leaver.requests))
-        leaver.step(SequenceOutput(streams[0], [1]))
-        leaver.refuse(streams[0], code, "this worker was closed")
+        leaver, stream, sink = await begun(rig)
+        leaver.refuse(stream, code, "this worker was closed")
         keeper, request = await taken_over(rig, leaver)
         keeper.finish(request.stream, [2])
         await until(lambda: sink.finished is not None)
@@ -201,12 +203,8 @@ def test_a_stream_that_cannot_be_gone_on_with_ends_and_is_not_blamed(play) -> No
     """As when an attached server dies in the middle of a relayed answer."""
 
     async def scenario(rig: Rig) -> None:
-        await rig.serving("w1", "w2")
-        streams, (sink,) = rig.submit()
-        leaver = rig.by_id(rig.worker_of(streams[0]))
-        await until(lambda: bool(leaver.requests))
-        leaver.step(SequenceOutput(streams[0], [1]))
-        leaver.refuse(streams[0], "worker_lost", "the server broke off")
+        leaver, stream, sink = await begun(rig)
+        leaver.refuse(stream, "worker_lost", "the server broke off")
         keeper, request = await taken_over(rig, leaver)
         keeper.refuse(request.stream, "stream_lost", "that cannot be taken up")
         await until(lambda: sink.error is not None)
@@ -219,12 +217,8 @@ def test_a_stream_that_cannot_be_gone_on_with_ends_and_is_not_blamed(play) -> No
 
 def test_a_request_at_fault_is_not_passed_on(play) -> None:
     async def scenario(rig: Rig) -> None:
-        await rig.serving("w1", "w2")
-        streams, (sink,) = rig.submit()
-        worker = rig.by_id(rig.worker_of(streams[0]))
-        await until(lambda: bool(worker.requests))
-        worker.step(SequenceOutput(streams[0], [1]))
-        worker.refuse(streams[0], "invalid_value", "no such grammar")
+        worker, stream, sink = await begun(rig)
+        worker.refuse(stream, "invalid_value", "no such grammar")
         await until(lambda: sink.error is not None)
         assert isinstance(sink.error, InvalidRequest)
         assert sum(len(worker.requests) for worker in rig.workers) == 1
