@@ -21,6 +21,11 @@ def heads_of(rank: int, size: int, num_heads: int) -> range:
     return range(rank * each, (rank + 1) * each)
 
 
+def is_first_holder(rank: int, size: int, num_heads: int) -> bool:
+    """Whether no worker before this one holds the same heads: it stands for all of those."""
+    return not rank or heads_of(rank - 1, size, num_heads) != heads_of(rank, size, num_heads)
+
+
 def part_ids(ids: bytes, layout: str, part: int) -> bytes:
     """What the parts of blocks are called whose first parts are `ids`. Part 0 is the first.
 

@@ -19,7 +19,7 @@ import torch
 
 from headwater.errors import ConfigError
 from headwater.kv.connectors.vllm_layout import Layout, layout_name, only_spec
-from headwater.kv.shards import heads_of
+from headwater.kv.shards import heads_of, is_first_holder
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Heads:
             num_rows=num_rows,
             start=held.start * head_bytes,
             num_bytes=len(held) * head_bytes,
-            writes=not rank or heads_of(rank - 1, layout.num_ranks, self.total) != held,
+            writes=is_first_holder(rank, layout.num_ranks, self.total),
         )
 
 

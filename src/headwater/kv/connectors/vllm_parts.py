@@ -24,7 +24,7 @@ from headwater.kv.connectors.vllm_heads import Heads
 from headwater.kv.connectors.vllm_layout import Layout, label
 from headwater.kv.identity import namespace
 from headwater.kv.node.store import Piece
-from headwater.kv.shards import heads_of, part_ids
+from headwater.kv.shards import heads_of, is_first_holder, part_ids
 
 _log = logging.getLogger(__name__)
 
@@ -97,5 +97,5 @@ def parts_of(
         part_bytes=layout.block_bytes // len(held),
         count=heads.total,
         held=held,
-        writes=not rank or heads_of(rank - 1, layout.num_ranks, heads.total) != held,
+        writes=is_first_holder(rank, layout.num_ranks, heads.total),
     )
