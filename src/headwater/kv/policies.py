@@ -53,8 +53,8 @@ def make_policy(name: PolicyName, num_slots: int, num_groups: int, worth: Worth)
     return S3Fifo(num_slots, num_groups) if name == "s3fifo" else CostAware(num_slots, num_groups, worth)
 
 
-class Lru:
-    """Least recently used first."""
+class _ByUse:
+    """Keeps blocks in the order in which they were last used, in one queue per group."""
 
     def __init__(self, num_slots: int, num_groups: int) -> None:
         self._queues = SlotQueues(num_slots, num_groups)
@@ -79,6 +79,10 @@ class Lru:
         self._queues.unlink(self._group[slot], slot)
         self._group[slot] = group
         self._queues.push_oldest(group, slot)
+
+
+class Lru(_ByUse):
+    """Least recently used first."""
 
     def victim(self, group: int, usable: Usable) -> int | None:
         queues = self._queues
@@ -153,38 +157,23 @@ class S3Fifo:
         self._queues.push(queue, slot)
 
 
-class CostAware:
+class CostAware(_ByUse):
     """Least recently used first, but a block that saves much more than most is spared: one more round for each
     doubling over the mean, at most three. Deep blocks of long prompts and of large models earn that."""
 
     def __init__(self, num_slots: int, num_groups: int, worth: Worth) -> None:
-        self._queues = SlotQueues(num_slots, num_groups)
-        self._group = array("H", bytes(2 * num_slots))
+        super().__init__(num_slots, num_groups)
         self._credit = bytearray(num_slots)
         self._worth = worth
         self._mean_worth = 0.0
 
     def add(self, slot: int, group: int, key: int) -> None:
-        self._group[slot] = group
         self._credit[slot] = self._credit_of(slot)
-        self._queues.push(group, slot)
+        super().add(slot, group, key)
 
     def touch(self, slot: int) -> None:
-        group = self._group[slot]
         self._credit[slot] = self._credit_of(slot)
-        self._queues.unlink(group, slot)
-        self._queues.push(group, slot)
-
-    def discard(self, slot: int, *, evicted: bool) -> None:
-        self._queues.unlink(self._group[slot], slot)
-
-    def group_of(self, slot: int) -> int:
-        return self._group[slot]
-
-    def move(self, slot: int, group: int) -> None:
-        self._queues.unlink(self._group[slot], slot)
-        self._group[slot] = group
-        self._queues.push_oldest(group, slot)
+        super().touch(slot)
 
     def victim(self, group: int, usable: Usable) -> int | None:
         queues, credit = self._queues, self._credit
