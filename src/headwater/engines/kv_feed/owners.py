@@ -22,10 +22,12 @@ class BlockOwners:
         self._block_size = block_size
         self._only: bytes | None = default
         """The namespace of all requests so far; None once there were several."""
-        self._begun: dict[int, tuple[bytes, bytes]] = {}
-        """By stream: the first block, or as much of it as the prompt has, and the namespace."""
+        self._begun: dict[int, bytes] = {}
+        """By stream: the first block, or as much of it as the prompt has."""
         self._by_block: dict[bytes, dict[int, bytes]] = {}
+        """Namespaces by first block and stream."""
         self._short: dict[int, tuple[bytes, bytes]] = {}
+        """Of prompts without a whole block."""
         self._ended: deque[tuple[float, int]] = deque()
         self._known: OrderedDict[ForeignHash, tuple[bytes, bytes]] = OrderedDict()
         self._hashes: dict[tuple[bytes, bytes], ForeignHash] = {}
@@ -35,7 +37,7 @@ class BlockOwners:
         if namespace != self._only:
             self._only = None
         first = tokens[: self._block_size].tobytes()
-        self._begun[stream] = first, namespace
+        self._begun[stream] = first
         if len(tokens) >= self._block_size:
             self._by_block.setdefault(first, {})[stream] = namespace
         else:
@@ -77,10 +79,10 @@ class BlockOwners:
         return owners or {owner for prompt, owner in self._short.values() if first.startswith(prompt)}
 
     def _forget(self, stream: int) -> None:
-        if (begun := self._begun.pop(stream, None)) is None:
+        if (first := self._begun.pop(stream, None)) is None:
             return
         self._short.pop(stream, None)
-        if (others := self._by_block.get(begun[0])) is not None:
+        if (others := self._by_block.get(first)) is not None:
             others.pop(stream, None)
             if not others:
-                del self._by_block[begun[0]]
+                del self._by_block[first]

@@ -172,8 +172,8 @@ def _names_this_host(host: bytes) -> bool:
 
 def _is_page_of_this_host(origin: bytes) -> bool:
     """`http://localhost:3000`. Browsers send it with whatever may change something; other clients send none."""
-    scheme, separator, host = origin.partition(b"://")
-    return not origin or (bool(separator) and scheme in (b"http", b"https") and bool(host) and _names_this_host(host))
+    scheme, _, host = origin.partition(b"://")
+    return not origin or (scheme in (b"http", b"https") and bool(host) and _names_this_host(host))
 
 
 def _short(name: str) -> str:
