@@ -34,10 +34,11 @@ class DataRelay:
         self._upstream = ("", 0)
         self._lock = threading.Lock()
         self._ends: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
+        self._pumps: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(0.05)
-        self._start(self._accept)
+        self._acceptor = threading.Thread(target=self._accept, daemon=True)
+        self._acceptor.start()
 
     def card(self, card: bytes) -> bytes:
         """The agent's card, as one that leads through here alone."""
@@ -61,40 +62,33 @@ class DataRelay:
 
     def close(self) -> None:
         self._ended.set()
-        for thread in self._threads:
-            thread.join()
-        for sock in (self._listener, *self._ends):
-            sock.close()
-
-    def _start(self, work: object, *args: object) -> None:
-        self._threads.append(threading.Thread(target=work, args=args, daemon=True))  # type: ignore[arg-type]
-        self._threads[-1].start()
+        self._acceptor.join()
+        self._listener.close()
+        self._reset()
+        for pump in self._pumps:
+            pump.join()
 
     def _accept(self) -> None:
         while not self._ended.is_set():
-            with contextlib.suppress(TimeoutError, ConnectionError):
+            with contextlib.suppress(TimeoutError):
                 near = self._listener.accept()[0]
+                try:
+                    far = socket.create_connection(self._upstream)
+                except OSError:
+                    near.close()
+                    continue
                 with self._lock:
-                    self._ends.append(near)
-                far = socket.create_connection(self._upstream)
-                with self._lock:
-                    self._ends.append(far)
-                self._start(self._pump, near, far)
-                self._start(self._pump, far, near)
+                    self._ends += [near, far]
+                for ends in ((near, far), (far, near)):
+                    self._pumps.append(threading.Thread(target=self._pump, args=ends, daemon=True))
+                    self._pumps[-1].start()
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
-        source.settimeout(0.05)
-        while not self._ended.is_set():
-            try:
-                data = source.recv(_CHUNK)
-                if not data:
-                    break
+        """Until either end is shut, which wakes whoever waits on it."""
+        with contextlib.suppress(OSError):
+            while data := source.recv(_CHUNK):
                 if not self._frozen.is_set():
                     self._pass_on(sink, data)
-            except TimeoutError:
-                continue
-            except OSError:
-                return
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
 

@@ -416,6 +416,32 @@ def test_a_data_link_that_breaks_in_mid_transfer_is_noticed_and_the_next_one_wor
         there.unregister(remote, timeout_s=5.0)  # nobody holds it any more
 
 
+def test_who_tries_again_at_once_does_not_meet_the_broken_session_again() -> None:
+    """Also when the reactor has yet to see that it broke."""
+    with (
+        Agent("there", options("tcp")) as there,
+        Agent("here", options("tcp")) as here,
+        data_relay(there) as (card, relay),
+    ):
+        here.add_peer(card)
+        local, remote = here.allocate(BLOCK, block_bytes=BLOCK), there.allocate(BLOCK, block_bytes=BLOCK)
+        read = here.read(local.blocks([0]), remote.blocks([0]))
+        read.run()
+        stop = Stop(here.clock, BOUND_S)
+        broken = here.session("there", there.generation, stop)
+        sees_again = threading.Event()
+
+        def look_away() -> None:
+            sees_again.wait(BOUND_S)
+
+        here.soon(look_away)
+        relay.fail("cut")
+        fresh = here.session("there", there.generation, stop)
+        sees_again.set()
+        assert (broken.outbound.lost is not None, fresh.outbound.is_up()) == (True, True)
+        read.run()
+
+
 # Lives
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import socket
 import threading
 from collections import deque
@@ -29,7 +30,7 @@ class Handler(Protocol):
 
 
 class Connection:
-    """`send` and `close` from any thread; all else in the reactor."""
+    """`send`, `is_up` and `close` from any thread; all else in the reactor."""
 
     def __init__(self, reactor: Reactor, sock: socket.socket, handler: Handler, *, now: Callable[[], float]) -> None:
         sock.setblocking(False)
@@ -43,6 +44,8 @@ class Connection:
         self._reactor = reactor
         self._sock = sock
         self._lock = threading.Lock()
+        self._hang_up = select.poll()
+        self._hang_up.register(sock, select.POLLRDHUP)
         self._queue: deque[tuple[memoryview, int]] = deque()
         self._queued_bytes = 0
         self._received = bytearray()
@@ -69,6 +72,11 @@ class Connection:
             overflow = self._queued_bytes > _MAX_QUEUED_BYTES
         if overflow:
             self._reactor.call(lambda: self._break(PeerLost("the peer does not read what it is sent")))
+
+    def is_up(self) -> bool:
+        """False as soon as the other side ended it, before the reactor has seen that."""
+        with self._lock:
+            return not self.closed and not self._hang_up.poll(0)
 
     def seal(self, sealer: Sealer, opener: Opener) -> None:
         """From now on, in both directions. In the reactor, or before `open`."""

@@ -213,7 +213,7 @@ class Peers:
         if known.card.generation != generation:
             raise StaleGeneration(f"the descriptor is of a life of {name} that is not the present one")
         with held(known.lock, stop):
-            if known.session is None or known.session.outbound.lost is not None:
+            if known.session is None or not known.session.outbound.is_up():
                 known.session = self._open(known.card, stop)
             return known.session
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from headwater.errors import LinkUnavailable, ProtocolError, TransferError
+from headwater.errors import LinkUnavailable, PeerLost, ProtocolError, TransferError
 from headwater.transfer.base import Backend, Grant, RemoteRegion
 from headwater.transfer.blocks import Blocks
 from headwater.transfer.card import AgentCard, RegionCard
@@ -102,6 +102,13 @@ class Outbound:
     @property
     def lost(self) -> TransferError | None:
         return self._error
+
+    def is_up(self) -> bool:
+        """Looks at the connection itself: who tries again at once after a failure must not meet the same one again,
+        because the reactor has yet to see it."""
+        if self._error is None and self.connection is not None and not self.connection.is_up():
+            self.on_broken(self.connection, PeerLost("the peer closed the connection"))
+        return self._error is None
 
     def _ask(self, make: Callable[[int], Control], stop: Stop) -> _Reply:
         future: Future[_Reply] = Future()

@@ -181,7 +181,7 @@ class Transfer:
         """The plan made last time if its link still stands, else a new one."""
         remote = self.order.remote
         plan = self._plan
-        if plan is not None and plan.session.outbound.lost is None and not plan.remote_hold.revoked:
+        if plan is not None and plan.session.outbound.is_up() and not plan.remote_hold.revoked:
             return plan
         session = self._mover.session(remote.agent, remote.generation, stop)
         self._plan = plan = self._planned(session, stop)
