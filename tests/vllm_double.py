@@ -63,6 +63,8 @@ class VllmDouble:
         """Answer generations with this instead."""
         self.metrics_status: int | None = None
         self.metrics_asked = 0
+        self.goes_on: asyncio.Event | None = None
+        """It takes connections and says nothing until then, as a process that is stopped."""
         self.keeps_the_end = False
         """Answers break off before the event that says why they end."""
         self.has_models = True
@@ -193,6 +195,8 @@ class VllmDouble:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         self.metrics_asked += 1
+        if self.goes_on is not None:
+            await self.goes_on.wait()
         if self.metrics_status is not None:
             return _json({"error": {"message": "ill", "type": "x"}}, self.metrics_status)
         load = self._engine.load()

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,18 @@ def server(tmp_path: Path, tokenizer: Path) -> Iterator[DoubleThread[VllmDouble]
     made = DoubleThread(VllmDouble(config, tmp_path / "ev"))
     yield made
     made.close()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def up(url: str) -> float:
+    lines = call(f"{url}/metrics").text.splitlines()
+    return float(next(line for line in lines if line.startswith("headwater_worker_up{")).split()[-1])
 
 
 def ask(url: str, path: str = "/v1/completions", **fields: Any) -> Reply:
@@ -56,9 +68,16 @@ def test_token_ids_events_and_a_restart(server: DoubleThread[VllmDouble], tokeni
         }
 
         server.call("stop")
+        until(lambda: call(f"{url}/ready").status == 503)
+        reason = f"model {MODEL}: the server at {server.double.url} does not answer"
+        assert reason in call(f"{url}/ready").json()["missing"]
+        assert up(url) == 0.0
         down = ask(url, prompt=prompt, max_tokens=5)
-        assert down.status in (502, 503)
+        assert (down.status, down.json()["error"]["code"]) == (503, "no_workers"), "no worker was asked"
+        assert "does not answer" in down.json()["error"]["message"]
         server.call("start")
+        until(lambda: call(f"{url}/ready").status == 200)
+        assert up(url) == 1.0
         deadline = time.monotonic() + 20
         while (back := ask(url, prompt=prompt, max_tokens=5)).status != 200:
             assert time.monotonic() < deadline, back.text

@@ -103,17 +103,40 @@ def test_a_server_that_goes_away_and_comes_back(play: Callable[[Scenario], None]
             await eventually(lambda: bench.recorder.ended(2), "what ran is lost")
             assert bench.recorder.error(2).retryable
             await eventually(lambda: bench.engine.paused, "the engine knows", 10.0)
+            assert bench.recorder.loads[-1].away == f"the server at {stage.double.url} does not answer"
             bench.engine.submit([bench.request(prompt_of(20))])
             await eventually(lambda: bench.recorder.ended(3), "nothing new is taken")
             assert (bench.recorder.error(3).http_status, bench.recorder.error(3).retryable) == (503, True)
             assert bench.engine.resident_blocks() == []
             await stage.double.start()
             await eventually(lambda: not bench.engine.paused, "it is back", 10.0)
+            await eventually(lambda: bench.recorder.loads[-1].away == "", "everybody knows")
             assert len((await bench.run(bench.request(prompt_of(40))))[0]) == 8
             assert bench.recorder.outputs[4][0].num_cached_tokens == 0
             await eventually(lambda: len(bench.engine.resident_blocks()) > 0, "blocks are told of again")
             assert bench.engine.resident_blocks() == bench.recorder.resident.snapshot()
             assert bench.recorder.failures == []
+
+    play(scenario)
+
+
+def test_a_server_that_says_nothing_is_away_before_what_it_does_is_given_up(
+    play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached, "_PROBE_S", 0.02)
+
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached() as bench:
+            stage.double.goes_on = asyncio.Event()
+            bench.engine.submit([bench.request(prompt_of(20), 4000)])
+            await eventually(lambda: bool(bench.recorder.tokens(1)), "it runs")
+            await asyncio.sleep(5.5)
+            assert bench.recorder.loads[-1].away == "", "its tokens are a sign of life"
+            bench.engine.abort([1])
+            await eventually(lambda: "does not answer in time" in bench.recorder.loads[-1].away, "it is told", 12.0)
+            assert not bench.engine.paused, "what it does may yet come to an end"
+            stage.double.goes_on.set()
+            await eventually(lambda: bench.recorder.loads[-1].away == "", "it is back", 12.0)
 
     play(scenario)
 

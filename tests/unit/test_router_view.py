@@ -96,6 +96,17 @@ def test_changes_take_effect_at_once() -> None:
     assert ids(view.eligible("f1")) == ["b"]
 
 
+def test_a_worker_whose_server_is_away_gets_nothing_until_it_reports_otherwise() -> None:
+    view = connected_view(instance("a"), instance("p", role="prefill"))
+    assert (ids(view.eligible("f1")), ids(view.prefillers("f1"))) == (["a"], ["p"])
+    for worker_id in ("a", "p"):
+        view.report(worker_id, msgspec.structs.replace(report(), away="the server does not answer"))
+    assert (view.eligible("f1"), view.prefillers("f1")) == ([], [])
+    for worker_id in ("a", "p"):
+        view.report(worker_id, report())
+    assert (ids(view.eligible("f1")), ids(view.prefillers("f1"))) == (["a"], ["p"])
+
+
 def test_a_booking_counts_from_submit_to_end_and_its_prefill_to_the_first_token() -> None:
     view = connected_view(instance("a"))
     worker = view.eligible("f1")[0]

@@ -131,7 +131,9 @@ def _summary(document: Document) -> str:
 
 
 def _state(worker: Document) -> str:
-    return str(worker["state"]) if worker.get("connected", True) else f"{worker['state']}, not connected"
+    if not worker.get("connected", True):
+        return f"{worker['state']}, not connected"
+    return f"{worker['state']}, server away" if (worker.get("load") or {}).get("away") else str(worker["state"])
 
 
 def _load(worker: Document, name: str) -> str:

@@ -228,7 +228,7 @@ class ExternalEngine(ABC):
         num_open = len(self.open)
         return min(num_open, max(num_open - self.info.max_num_seqs, num_said))
 
-    def load_report(self, *, num_running: int, num_waiting: int, kv_blocks_free: int) -> LoadReport:
+    def load_report(self, *, num_running: int, num_waiting: int, kv_blocks_free: int, away: str = "") -> LoadReport:
         """What the other side has told, and what is counted here."""
         totals = self.totals
         return LoadReport(
@@ -242,6 +242,7 @@ class ExternalEngine(ABC):
             cached_tokens=totals.cached_tokens,
             prompt_tokens=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,
+            away=away,
         )
 
     # ---- what a subclass reports

@@ -4,12 +4,13 @@ Who may get requests: a worker with a lease in state `ready`, once it is connect
 of rotation at once and its open streams go on elsewhere; while its lease stands it is connected again. A lease that is
 gone takes it out of rotation at once too, but its streams go on as long as the connection lives: a worker that gives up
 its lease may still be finishing. One that does not move on (`headwater.frontend.vigil`) is put aside: its streams go on
-elsewhere, and it is back in service once it answers a canary. A registry outage changes nothing.
+elsewhere, and it is back in service once it answers a canary. One that reports that its attached server is away gets
+nothing until it reports otherwise. A registry outage changes nothing.
 """
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from headwater.errors import HeadwaterError, InvalidRequest, WorkerLost
@@ -244,10 +245,19 @@ class Cluster:
         for event in batch.events:
             if isinstance(event, LoadReport):
                 self._vigil.reported(batch.worker_id, event, self._loop.time())
-        self._view.apply(batch.worker_id, batch.events)
+        self._tell_view(batch.worker_id, lambda: self._view.apply(batch.worker_id, batch.events))
 
     def _on_snapshot(self, snapshot: EventSnapshot) -> None:
-        self._view.rebuild(snapshot)
+        self._tell_view(snapshot.worker_id, lambda: self._view.rebuild(snapshot))
+
+    def _tell_view(self, worker_id: str, tell: Callable[[], None]) -> None:
+        """What a worker reports may change whether it can be given work."""
+        worker = self._view.worker(worker_id)
+        before = worker.away if worker is not None else ""
+        tell()
+        if worker is not None and worker.away != before:
+            logger.warning("worker %s: %s", worker_id, worker.away or "it can be given work again")
+            self._models.refresh()
 
     # -- the vigil ----------------------------------------------------------------------------------------------
 

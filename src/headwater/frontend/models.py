@@ -208,7 +208,10 @@ class ModelSet(Generic[ModelT]):
     def _missing(self, entry: _Entry[ModelT]) -> str:
         if entry.built is None:
             return entry.problem or "no worker with its files is connected"
-        return "" if entry.has_workers else "no worker is ready"
+        if entry.has_workers:
+            return ""
+        own = (worker for worker in self._view.workers if worker.instance.card.fingerprint == entry.card.fingerprint)
+        return next((worker.away for worker in own if worker.away), "no worker is ready")
 
     async def _build_until_done(self, entry: _Entry[ModelT]) -> None:
         delay_s = _FIRST_DELAY_S

@@ -112,6 +112,8 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):
     """Reports made by the engine's own loop: a number that stands still tells of a loop that is stuck."""
     starved_ms: float = 0.0
     """Since the last of those: how long a thread of the worker could have run and got no processor."""
+    away: str = ""
+    """Why the engine can be given nothing now, although the worker is there: what it is attached to does not answer."""
 
 
 WorkerEvent = BlocksStored | BlocksRemoved | BlocksCleared | LoadReport

@@ -107,7 +107,12 @@ class WorkerView:
     @property
     def usable(self) -> bool:
         """Whether it can be given work of its role."""
-        return self.connected and self.instance.state == "ready"
+        return self.connected and self.instance.state == "ready" and not self.away
+
+    @property
+    def away(self) -> str:
+        """Why its engine can be given nothing, by its own last report."""
+        return self.load.away if self.load is not None else ""
 
     @property
     def eligible(self) -> bool:
@@ -257,6 +262,8 @@ class ClusterView:
         worker = self._workers.get(worker_id)
         if worker is None:
             return
+        if load.away != worker.away:
+            self._eligible.clear()
         worker.load = load
         self._learn_times(worker, load)
         if load.store is not None and load.store.token_ms and worker.costs is not None:

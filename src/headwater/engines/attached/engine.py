@@ -3,7 +3,8 @@
 Two ways. *Tokens*: the server takes and gives token ids and its tokenizer is at hand; then the frontend's whole
 pipeline works as with any engine, and KV events and load are the server's own. *Relay*: any other OpenAI-compatible
 server; requests and answers pass as they are. A server that goes away ends what it was doing with a retryable error
-and gets nothing until it is back; one that comes back as something else ends this worker.
+and gets nothing until it is back; one that comes back as something else ends this worker. One that only says nothing
+gets nothing new, and has longer until what it does is given up. Load reports say which (`LoadReport.away`).
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from headwater.engines.attached.dialects.base import (
 )
 from headwater.engines.attached.dialects.detect import detect
 from headwater.engines.attached.exchanges import Asked, Exchanges
-from headwater.engines.attached.http import Server, ServerAddress, Unreachable
+from headwater.engines.attached.http import ASK_TIMEOUT_S, Server, ServerAddress, Silent, Unreachable
 from headwater.engines.attached.relay import relayed_request
 from headwater.engines.attached.texts import server_texts
 from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
@@ -87,9 +88,12 @@ class AttachedEngine(PacedEngine):
         self._adapters = _adapters(config.attach_adapters)
         self._publishes = _own_part("--attach-kv-events", config.attach_kv_events, placement.index)
         self._answers: dict[int, asyncio.Task[None]] = {}
-        self._gathered = Gathered(self.deliver_step, lambda: self.num_generating)
+        self._gathered = Gathered(self._take, lambda: self.num_generating)
         self._said: ServerLoad | None = None
-        self._failing_since: float | None = None
+        self._heard = 0.0
+        """When it last answered a look or sent tokens, by the clock's `now`."""
+        self._away = ""
+        """Why nothing is to be sent there."""
 
     # ---- life
 
@@ -240,6 +244,7 @@ class AttachedEngine(PacedEngine):
             num_running=running,
             num_waiting=max(len(self.open) - running, said.num_waiting),
             kv_blocks_free=num_blocks - round(said.kv_usage * num_blocks),
+            away=self._away,
         )
 
     def _answer(self, number: int, work: Coroutine[Any, Any, None]) -> None:
@@ -273,6 +278,7 @@ class AttachedEngine(PacedEngine):
     # ---- whether it is there
 
     async def _watch(self, server: Server, dialect: Dialect) -> None:
+        self._heard = self.clock.now()
         while True:
             await asyncio.sleep(_PROBE_S)
             try:
@@ -284,22 +290,30 @@ class AttachedEngine(PacedEngine):
                         await dialect.is_healthy(server)
                     else:
                         self.totals.preemptions = said.preemptions
-                self._failing_since = None
-                self.note_changed()
+                self._heard, self._away = self.clock.now(), ""
             except HeadwaterError as error:
                 self._on_trouble(error)
+            self.note_changed()
+
+    def _take(self, outputs: list[SequenceOutput]) -> None:
+        if not self.paused and any(output.token_ids for output in outputs):
+            self._heard, self._away = self.clock.now(), ""
+        self.deliver_step(outputs)
 
     def _on_trouble(self, error: HeadwaterError) -> None:
-        now = self.clock.now()
-        self._failing_since = self._failing_since or now
-        if isinstance(error, Unreachable) or now - self._failing_since > _PATIENCE_S:
+        silent_s = self.clock.now() - self._heard
+        if isinstance(error, Unreachable) or silent_s > _PATIENCE_S:
             self._lose(error)
+        elif isinstance(error, Silent) and silent_s >= ASK_TIMEOUT_S and not self._away:
+            _log.warning("%s: it gets nothing new until it does", error)
+            self._away = error.message
 
     def _lose(self, error: HeadwaterError) -> None:
         if self.paused:
             return
         _log.warning("the attached server is lost: %s", error)
-        self.pause(Unavailable(f"the server at {self._address.url} does not answer", retry_after_s=_RETRY_S))
+        self._away = f"the server at {self._address.url} does not answer"
+        self.pause(Unavailable(self._away, retry_after_s=_RETRY_S))
         self.cancel(list(self._answers))
         if self._following is not None:
             self._following.forget()

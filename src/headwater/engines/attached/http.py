@@ -21,13 +21,17 @@ from headwater.errors import (
 )
 
 _CONNECT_TIMEOUT_S = 5.0
-_ASK_TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 5.0
 _MAX_DOCUMENT_BYTES = 32 << 20
 _MAX_MESSAGE_CHARS = 2000
 
 
 class Unreachable(Unavailable):
     """Nobody listens there."""
+
+
+class Silent(Unavailable):
+    """It did not answer in time."""
 
 
 class ServerAddress(msgspec.Struct, frozen=True):
@@ -67,7 +71,7 @@ class Server:
     async def get_json(self, path: str) -> Any:
         return _decoded(path, await self.get(path))
 
-    async def post_json(self, path: str, body: object, timeout_s: float = _ASK_TIMEOUT_S) -> Any:
+    async def post_json(self, path: str, body: object, timeout_s: float = ASK_TIMEOUT_S) -> Any:
         return _decoded(path, await self._ask("POST", path, msgspec.json.encode(body), timeout_s))
 
     async def post(self, path: str, body: bytes) -> bytes:
@@ -91,7 +95,7 @@ class Server:
             async with self._session.post(f"{self.address.url}{path}", data=body, headers=sent) as response:
                 yield response
 
-    async def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float = _ASK_TIMEOUT_S) -> bytes:
+    async def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float = ASK_TIMEOUT_S) -> bytes:
         headers = {} if body is None else {"content-type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         with _translated(self.address.url):
@@ -119,7 +123,7 @@ def _translated(url: str) -> Iterator[None]:
     except aiohttp.ClientConnectorError as error:
         raise Unreachable(f"the server at {url} cannot be reached: {error.os_error}") from error
     except TimeoutError as error:
-        raise Unavailable(f"the server at {url} does not answer in time") from error
+        raise Silent(f"the server at {url} does not answer in time") from error
     except (aiohttp.ClientError, OSError) as error:
         raise WorkerLost(f"the server at {url} broke off: {error!r}") from error
 
