@@ -14,6 +14,7 @@ from scripted_worker import until
 from test_frontend_http import Running, running
 from test_routing_live import body, plan_of, site
 
+from headwater.cli.main import main as cli
 from headwater.config.schema import FrontendConfig
 from headwater.errors import ConfigError
 from headwater.frontend.tenants.keyring import Keyring, KeySpec, Scope, TenantSpec, encode_keyring, key_digest, new_key
@@ -142,6 +143,37 @@ def test_quotas_are_429_with_their_name_and_a_time(demo_model: ResolvedModel, ri
     uvloop.run(main())
 
 
+def test_a_request_counts_once_a_worker_has_it_and_a_refusal_never(
+    demo_model: ResolvedModel, ring: Ring, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In `/metrics` and in `headwater keys usage`, whether it is refused when it comes or when its tokens are known."""
+    in_debt = ring.add("in-debt", "inference", "metrics", tokens_per_minute=20)
+    too_long = ring.add("too-long", monthly_tokens=10)
+
+    async def main() -> None:
+        async with running(demo_model, keys=str(ring.path)) as it:
+            await it.worker()
+            assert [(await chat(it, in_debt)).status for _ in range(3)] == [200, 429, 429]
+            assert [(await chat(it, too_long)).status for _ in range(2)] == [429, 429]
+            text = (await it.ask("GET", "/metrics", **bearer(in_debt))).body.decode()
+            samples = {
+                (sample.name, sample.labels["tenant"]): sample.value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+                if sample.name in ("headwater_tenant_requests_total", "headwater_tenant_refused_total")
+            }
+            assert samples == {
+                ("headwater_tenant_requests_total", "in-debt"): 1,
+                ("headwater_tenant_requests_total", "too-long"): 0,
+                ("headwater_tenant_refused_total", "in-debt"): 2,
+                ("headwater_tenant_refused_total", "too-long"): 2,
+            }
+
+    uvloop.run(main())
+    assert cli(["keys", "usage", "--keys", str(ring.path), "--json"]) == 0
+    assert {row["tenant"]: row["requests"] for row in json.loads(capsys.readouterr().out)} == {"in-debt": 1}
+
+
 def test_a_budget_that_is_used_up_stays_so_after_a_restart(demo_model: ResolvedModel, ring: Ring) -> None:
     key = ring.add("acme", monthly_tokens=40)
 
@@ -204,6 +236,7 @@ def test_usage_is_counted_per_tenant_and_no_text_or_secret_is_written(
             assert samples["headwater_tenant_generation_tokens_total", "acme"] == 9
             assert samples["headwater_tenant_cached_tokens_total", "acme"] == 48
             assert samples["headwater_tenant_generation_tokens_total", "other"] == 3
+            assert samples["headwater_tenant_requests_total", "other"] == 1, "no worker was given the second one"
 
     uvloop.run(main())
     lines = [json.loads(line) for line in usage_path.read_text().splitlines()]
@@ -323,8 +356,8 @@ def test_what_never_reached_a_worker_is_not_charged(demo_model: ResolvedModel, r
                 late = await it.ask("POST", "/v1/completions", body([6] * 500), **bearer(key))
                 assert late.status == 503
                 account = it.frontend.tenancy.meter.accounts["acme"]
-                await until(lambda: account.since_start.requests == 1)
-                assert account.since_start.tokens == 0
+                await until(lambda: account.own_in_progress == 1)
+                assert (account.since_start.requests, account.since_start.tokens) == (0, 0)
 
     uvloop.run(main())
 

@@ -33,9 +33,9 @@ class TenantAdmission:
 
 
 def usage_of(record: RequestRecord, view: ClusterView) -> Usage:
-    """What did not get as far as a worker took nothing."""
+    """What did not get as far as a worker took nothing, and is no request in any account."""
     if not record.worker_id:
-        return Usage(requests=1)
+        return Usage()
     return Usage(
         prompt_tokens=record.prompt_tokens,
         cached_tokens=record.cached_tokens,

@@ -45,6 +45,7 @@ class Usage:
     output_tokens: int = 0
     accelerator_ms: float = 0.0
     requests: int = 0
+    """That a worker was given."""
 
     @property
     def tokens(self) -> int:

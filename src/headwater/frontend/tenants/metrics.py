@@ -37,7 +37,7 @@ class TenantCollector(Collector):
 
 
 _COUNTERS = (
-    ("requests", "Requests that ended.", lambda usage: float(usage.requests)),
+    ("requests", "Requests that a worker was given and that ended.", lambda usage: float(usage.requests)),
     ("prompt_tokens", "Prompt tokens sent to workers.", lambda usage: float(usage.prompt_tokens)),
     ("cached_tokens", "Of these, cached.", lambda usage: float(usage.cached_tokens)),
     ("generation_tokens", "Tokens generated.", lambda usage: float(usage.output_tokens)),
