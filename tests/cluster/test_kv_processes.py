@@ -103,7 +103,11 @@ def test_the_operators_verbs(tmp_path: Path) -> None:
         assert [block["id"] for block in blocks] == [one.hex() for one in ids[:7]]
         assert json.loads(ask(path, "verify", "--json")[1])["disk"] == {"checked": 10, "damaged": 0}
         assert ask(path, "clear", "--tenant", "nobody") == (0, "0 blocks forgotten\n")
+        code, text = ask(path, "clear", "--model", "n")
+        assert (code, "--model n: nothing is stored of such a fingerprint" in text) == (2, True), text
+        assert "there is model (not served here)" in text
         assert ask(path, "clear", "--tenant", "acme") == (0, "20 blocks forgotten\n")
+        assert ask(path, "clear", "--model", "model")[0] == 2, "nothing of it is stored any more"
         assert "acme" not in ask(path, "ls")[1]
         code, text = ask(path, "serve", "--host", "1MiB")
         assert code == 2

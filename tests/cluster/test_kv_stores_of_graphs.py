@@ -45,6 +45,16 @@ def assert_models_are_named(environment: dict[str, str], url: str) -> None:
     assert row["model"] in shown
 
 
+def assert_a_model_is_cleared_by_its_name(environment: dict[str, str], url: str) -> None:
+    name = json.load(urllib.request.urlopen(f"{url}/v1/models", timeout=60))["data"][0]["id"]
+    wrong = headwater(environment, "kv", "clear", "--model", f"{name}x")
+    assert (wrong.returncode, f" ({name})" in wrong.stderr) == (2, True), "it says which names there are"
+    done = headwater(environment, "kv", "clear", "--model", name)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) > 0
+    assert headwater(environment, "kv", "clear", "--model", name).stdout == "0 blocks forgotten\n"
+
+
 def test_two_graphs_have_a_store_each(environment: dict[str, str]) -> None:
     with serve(environment, *FAST, *STORE) as first:
         complete(first.url)
@@ -65,4 +75,5 @@ def test_two_graphs_have_a_store_each(environment: dict[str, str]) -> None:
             assert list(counts.values()) == [0], "the second graph uses the first one's store"
             assert second.end() == 0
         assert stored(environment) > 0, "the first one is found again by itself"
+        assert_a_model_is_cleared_by_its_name(environment, first.url)
         assert first.end() == 0

@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = clear.add_mutually_exclusive_group(required=True)
     which.add_argument("--all", action="store_true", help="of everybody")
     which.add_argument("--tenant", help="of one tenant")
-    which.add_argument("--model", help="of one model, by fingerprint as `ls` shows it")
+    which.add_argument(
+        "--model", help="of one model: a name that a cluster of this host serves, or the fingerprint that `ls` shows"
+    )
     warm = _client_parser(actions, "warm", "fill the host tier from disk, or have prompts computed, before traffic")
     warm.add_argument("--max", type=size, default=1 << 62, metavar="SIZE", help="at most this much from disk")
     warm.add_argument(
@@ -280,9 +282,28 @@ async def _verify(args: argparse.Namespace) -> int:
 
 
 async def _clear(args: argparse.Namespace) -> int:
-    number = await _with_store(args, lambda client: client.clear(tenant=args.tenant, model=args.model))
-    print(f"{number} blocks forgotten")
+    names = model_names() if args.model is not None else {}
+    meant = [model for model, served in names.items() if args.model in served] or [args.model]
+
+    async def clear(client: StoreClient) -> int:
+        stored = {family.model for tier in (await client.status()).tiers for family in tier.families}
+        number = sum([await client.clear(tenant=args.tenant, model=model) for model in meant])
+        # Not every tier lists its models, so what is in no list may be stored all the same.
+        if not number and args.model is not None and stored.isdisjoint(meant) and names.keys().isdisjoint(meant):
+            raise _no_such_model(args.model, {model: names.get(model, []) for model in [*sorted(stored), *names]})
+        return number
+
+    print(f"{await _with_store(args, clear)} blocks forgotten")
     return 0
+
+
+def _no_such_model(given: str, known: dict[str, list[str]]) -> ConfigError:
+    """`known`: the names of models by fingerprint."""
+    listed = "; ".join(f"{model} ({', '.join(names) or 'not served here'})" for model, names in known.items())
+    return ConfigError(
+        f"--model {given}: nothing is stored of such a fingerprint, and no cluster of this host serves that name",
+        hint=f"there is {listed}" if listed else "nothing is stored or served here",
+    )
 
 
 async def _warm(args: argparse.Namespace) -> int:
