@@ -334,7 +334,7 @@ def vllm_body(**fields: Any) -> dict[str, Any]:
         (StructuredSpec("json_object"), {"json_object": True}),
         (StructuredSpec("json_schema", '{"type": "null"}'), {"json": {"type": "null"}}),
         (StructuredSpec("choice", '["a", "b"]'), {"choice": ["a", "b"]}),
-        (StructuredSpec("regex", "a+"), {"regex": "a+"}),
+        (StructuredSpec("regex", "a+", "guided_regex"), {"regex": "a+"}),
         (StructuredSpec("grammar", "start: A"), {"grammar": "start: A"}),
     ],
 )
@@ -345,7 +345,7 @@ def test_structured_output_in_vllms_words(spec: StructuredSpec, expected: dict[s
     assert vllm_body(ignore_eos=True)["ignore_eos"] is True
     with pytest.raises(InvalidRequest) as refused:
         vllm_body(structured=spec, resumed_tokens=b"\1\0\0\0")
-    assert refused.value.param == "structured", "it is not taken up in its middle"
+    assert refused.value.param == spec.param, "it is not taken up in its middle"
 
 
 def test_addresses() -> None:

@@ -131,8 +131,9 @@ def test_logprobs_are_a_distribution_and_only_for_those_who_ask() -> None:
 
 
 def test_structured_output_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="structured output"):
-        new_executor().admit(sequence(request(1, [1], structured=StructuredSpec("json_object"))))
+    with pytest.raises(InvalidRequest, match="structured output") as refused:
+        new_executor().admit(sequence(request(1, [1], structured=StructuredSpec("json_object", param="guided_json"))))
+    assert refused.value.param == "guided_json"
 
 
 def tokenizer_json(vocab: Any, added: Iterable[int] = ()) -> bytes:

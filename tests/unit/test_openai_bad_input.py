@@ -178,7 +178,11 @@ CHAT_CASES: list[tuple[dict[str, Any], str | None, str]] = [
     (chat(stream="yes"), "stream", 'stream is "yes", expected true or false or null'),
     (chat(stream_options={"include_usage": True}), "stream_options", "stream is not true"),
     (chat(response_format={"type": "xml"}), "response_format.type", "expected one of text, json_object, json_schema"),
-    (chat(response_format={"type": "json_schema"}), "response_format.json_schema", "schema is missing"),
+    (
+        chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}),
+        "response_format.json_schema.schema",
+        "schema is missing or null, expected a JSON schema",
+    ),
     (chat(response_format="json"), "response_format", "expected an object or null"),
     (chat(guided_json="{"), "guided_json", "is not valid JSON"),
     (chat(guided_json="[1]"), "guided_json", "expected a JSON schema"),

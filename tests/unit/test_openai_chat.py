@@ -122,15 +122,27 @@ def test_special_tokens_of_the_template_are_tokens_and_no_bos_is_added(model: Se
         ({"response_format": {"type": "json_object"}}, {"structured": StructuredSpec("json_object")}),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
-            {"structured": StructuredSpec("json_schema", '{"type":"object"}')},
+            {"structured": StructuredSpec("json_schema", '{"type":"object"}', "response_format.json_schema.schema")},
         ),
-        ({"guided_json": {"type": "null"}}, {"structured": StructuredSpec("json_schema", '{"type":"null"}')}),
-        ({"guided_json": '{"type": "null"}'}, {"structured": StructuredSpec("json_schema", '{"type": "null"}')}),
-        ({"guided_regex": "a+"}, {"structured": StructuredSpec("regex", "a+")}),
-        ({"guided_choice": ["a", "b"]}, {"structured": StructuredSpec("choice", '["a","b"]')}),
-        ({"guided_grammar": "start: A"}, {"structured": StructuredSpec("grammar", "start: A")}),
-        ({"structured_outputs": {"regex": "a"}}, {"structured": StructuredSpec("regex", "a")}),
-        ({"structured_outputs": {"json_object": True}}, {"structured": StructuredSpec("json_object")}),
+        (
+            {"guided_json": {"type": "null"}},
+            {"structured": StructuredSpec("json_schema", '{"type":"null"}', "guided_json")},
+        ),
+        (
+            {"guided_json": '{"type": "null"}'},
+            {"structured": StructuredSpec("json_schema", '{"type": "null"}', "guided_json")},
+        ),
+        ({"guided_regex": "a+"}, {"structured": StructuredSpec("regex", "a+", "guided_regex")}),
+        ({"guided_choice": ["a", "b"]}, {"structured": StructuredSpec("choice", '["a","b"]', "guided_choice")}),
+        ({"guided_grammar": "start: A"}, {"structured": StructuredSpec("grammar", "start: A", "guided_grammar")}),
+        (
+            {"structured_outputs": {"regex": "a"}},
+            {"structured": StructuredSpec("regex", "a", "structured_outputs.regex")},
+        ),
+        (
+            {"structured_outputs": {"json_object": True}},
+            {"structured": StructuredSpec("json_object", "", "structured_outputs.json_object")},
+        ),
         ({"nvext": {"greed_sampling": True}, "temperature": 0.9}, {"temperature": 0}),
     ],
 )
@@ -617,8 +629,10 @@ def test_named_tool_choice_forces_the_arguments(tool_model: ServedModel) -> None
     api, responder = play(tool_model, chat(tools=[WEATHER], tool_choice=named), say('{"city": "x"}'))
     structured = api.dispatcher.requests[0].sampling.structured
     assert structured == StructuredSpec(
-        "json_schema", json.dumps(WEATHER["function"]["parameters"], separators=(",", ":"))
-    )  # type: ignore[index]
+        "json_schema",
+        json.dumps(WEATHER["function"]["parameters"], separators=(",", ":")),  # type: ignore[index]
+        "tools[0].function.parameters",
+    )
     (call,) = responder.json()["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "get_weather", "arguments": '{"city": "x"}'}
 
@@ -634,7 +648,7 @@ def test_tool_choice_none_hides_the_tools(tool_model: ServedModel) -> None:
     [
         ({"tool_choice": "must"}, 'tool_choice is "must", expected one of auto, none, required'),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, 'names "x", tools has get_weather'),
-        ({"tool_choice": "required", "guided_regex": "a"}, "exclude each other"),
+        ({"tool_choice": "required", "guided_regex": "a"}, 'tool_choice is "required" and guided_regex is given'),
     ],
 )
 def test_tool_choices_that_cannot_be_met(tool_model: ServedModel, fields: dict[str, Any], message: str) -> None:

@@ -257,7 +257,7 @@ def test_constraints_mask_and_dead_ends_end_one_sequence_only(backend: CpuBacken
         [
             request(1, [7, 8], max_tokens=6, structured=StructuredSpec("regex", "4")),
             request(2, [7, 9], max_tokens=6, structured=StructuredSpec("regex", "9")),
-            request(3, [7, 9], max_tokens=6, structured=StructuredSpec("regex", "nine")),
+            request(3, [7, 9], max_tokens=6, structured=StructuredSpec("regex", "nine", "guided_regex")),
             request(4, [7, 9], max_tokens=6),
         ]
     )
@@ -273,9 +273,9 @@ def test_constraints_mask_and_dead_ends_end_one_sequence_only(backend: CpuBacken
 
 
 def test_structured_output_without_a_compiler_is_refused(backend: CpuBackend) -> None:
-    result = Core(backend).run([request(1, [7], structured=StructuredSpec("json_object"))])[1]
+    result = Core(backend).run([request(1, [7], structured=StructuredSpec("json_object", param="x"))])[1]
     assert result.error is not None
-    assert result.error.http_status == 400
+    assert (result.error.http_status, result.error.param) == (400, "x")
 
 
 def test_bad_parameters_are_refused_and_leave_nothing_behind(backend: CpuBackend) -> None:

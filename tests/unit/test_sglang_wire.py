@@ -138,7 +138,7 @@ def test_choices_become_an_expression_that_takes_them_literally() -> None:
     ("fields", "param"),
     [
         ({"repetition_penalty": 2.5}, "repetition_penalty"),
-        ({"structured": StructuredSpec("json_object"), "resumed_tokens": bytes(4)}, "structured"),
+        ({"structured": StructuredSpec("json_object", param="x"), "resumed_tokens": bytes(4)}, "x"),
     ],
 )
 def test_what_sglang_cannot_do_is_refused_by_name(fields: dict[str, Any], param: str) -> None:

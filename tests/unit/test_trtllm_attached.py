@@ -107,8 +107,8 @@ def test_structured_output(spec: StructuredSpec, expected: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"structured": StructuredSpec("json_object"), "resumed_tokens": b"\1\0\0\0"}, "structured"),
-        ({"structured": StructuredSpec("json_schema", "[]")}, "structured"),
+        ({"structured": StructuredSpec("json_object", param="x"), "resumed_tokens": b"\1\0\0\0"}, "x"),
+        ({"structured": StructuredSpec("json_schema", "[]", "tools")}, "tools"),
         ({"salt": "hw:00"}, "cache_salt"),
         ({"ticket": b"no ticket"}, "ticket"),
         ({"adapter": "unknown"}, None),

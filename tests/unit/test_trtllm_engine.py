@@ -263,9 +263,9 @@ def test_structured_output(spec: StructuredSpec, field: str, value: object) -> N
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"structured": StructuredSpec("json_object"), "resumed_tokens": b"\1\0\0\0"}, "structured"),
-        ({"structured": StructuredSpec("json_schema", "true")}, "structured"),
-        ({"structured": StructuredSpec("json_schema", "{")}, "structured"),
+        ({"structured": StructuredSpec("json_object", param="x"), "resumed_tokens": b"\1\0\0\0"}, "x"),
+        ({"structured": StructuredSpec("json_schema", "true", "guided_json")}, "guided_json"),
+        ({"structured": StructuredSpec("json_schema", "{", "tools")}, "tools"),
         ({"logit_bias": {300: 1.0}}, "logit_bias"),
     ],
 )

@@ -4,7 +4,7 @@ from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo
 from headwater.errors import InvalidRequest
 from headwater.kv.identity import namespace
-from headwater.protocol.request import EngineRequest
+from headwater.protocol.request import EngineRequest, SamplingParams
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.types import TOKEN_ID_BYTES
 
@@ -32,3 +32,12 @@ def num_resumed(request: EngineRequest) -> int:
     if count >= request.sampling.max_tokens:
         raise InvalidRequest(f"{count} tokens are there already of {request.sampling.max_tokens}")
     return count
+
+
+def check_resumable(params: SamplingParams, num_resumed: int, engine: str) -> None:
+    """For engines to which what was generated elsewhere is prompt: their grammars would begin anew behind it.
+
+    Raises `InvalidRequest`."""
+    if num_resumed and params.structured is not None:
+        message = f"{engine} cannot go on in the middle of a structured output"
+        raise InvalidRequest(message, param=params.structured.param)

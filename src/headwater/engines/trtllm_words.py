@@ -40,8 +40,7 @@ def adapter_number(folder: str) -> int:
 def num_resumed(request: EngineRequest) -> int:
     """As `limits` has it, where TensorRT-LLM can go on. Raises `InvalidRequest`."""
     count = limits.num_resumed(request)
-    if count and request.sampling.structured is not None:
-        raise InvalidRequest("TensorRT-LLM cannot go on in the middle of a structured output", param="structured")
+    limits.check_resumable(request.sampling, count, "TensorRT-LLM")
     return count
 
 
@@ -56,9 +55,9 @@ def schema_of(spec: StructuredSpec) -> Mapping[str, object]:
     try:
         schema = msgspec.json.decode(spec.spec)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"the schema is not JSON: {error}", param="structured") from error
+        raise InvalidRequest(f"{spec.param} is not JSON: {error}", param=spec.param) from error
     if not isinstance(schema, dict):
-        raise InvalidRequest("TensorRT-LLM takes only schemas that are objects", param="structured")
+        raise InvalidRequest(f"{spec.param} is no object: TensorRT-LLM takes only schemas that are", param=spec.param)
     return schema
 
 

@@ -18,6 +18,8 @@ class StructuredSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     kind: StructuredKind
     spec: str = ""
+    param: str = "response_format"
+    """Field of the client's request that asks for it, for whoever has to refuse it."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -84,7 +84,8 @@ class MockerExecutor:
         sampling = sequence.request.sampling
         if sampling.structured is not None:
             raise InvalidRequest(
-                "the mocker makes up its tokens: structured output needs another engine", param="response_format"
+                "the mocker makes up its tokens: structured output needs another engine",
+                param=sampling.structured.param,
             )
         self._scripts[sequence.stream] = _Script(sequence.request, self._words)
         self._unchecked.add(sequence.stream)

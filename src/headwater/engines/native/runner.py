@@ -15,7 +15,7 @@ from headwater.engines.native.sampling.sampler import Sampler
 from headwater.engines.native.sampling.state import SamplingState, check_sampling
 from headwater.engines.native.structured.base import ConstraintCompiler
 from headwater.errors import InvalidRequest
-from headwater.protocol.request import EngineRequest
+from headwater.protocol.request import EngineRequest, StructuredSpec
 from headwater.scheduler.plan import Sequence, Slice, StepPlan, StepResult
 
 
@@ -39,15 +39,18 @@ class NativeExecutor:
         """Check sampling parameters and compile the grammar. Raises `InvalidRequest`."""
         params = sequence.request.sampling
         check_sampling(params, self._vocab_size)
-        constraint = None if params.structured is None else self._require_compiler().compile(params.structured)
+        constraint = (
+            None if params.structured is None else self._compiler_for(params.structured).compile(params.structured)
+        )
         sampling = SamplingState(sequence, self._vocab_size, self._eos_token_ids, constraint)
         self._running[sequence.stream] = _Running(sampling)
 
     def prepare(self, request: EngineRequest) -> None:
         """Compile the grammar ahead of `admit`, on another thread than the engine's. Raises `InvalidRequest`."""
         check_sampling(request.sampling, self._vocab_size)
-        if request.sampling.structured is not None:
-            self._require_compiler().prepare(request.sampling.structured)
+        spec = request.sampling.structured
+        if spec is not None:
+            self._compiler_for(spec).prepare(spec)
 
     def execute(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
@@ -66,9 +69,13 @@ class NativeExecutor:
         self._running.clear()
         self._backend.close()
 
-    def _require_compiler(self) -> ConstraintCompiler:
+    def _compiler_for(self, spec: StructuredSpec) -> ConstraintCompiler:
         if self._compiler is None:
-            raise InvalidRequest("structured output is not available: this worker has no tokenizer.json or llguidance")
+            raise InvalidRequest(
+                f"{spec.param} asks for structured output, which this worker does not offer: it has no tokenizer.json, "
+                "or llguidance is not installed there",
+                param=spec.param,
+            )
         return self._compiler
 
     def _batch(self, plan: StepPlan) -> FlatBatch:

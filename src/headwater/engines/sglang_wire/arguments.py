@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from headwater.engines.limits import num_resumed
+from headwater.engines.limits import check_resumable, num_resumed
 from headwater.engines.sglang_wire.settings import SglangSettings
 from headwater.errors import HandoffFailed, InvalidRequest, Unavailable
 from headwater.protocol.request import EngineRequest, SamplingParams, StructuredSpec
@@ -76,8 +76,7 @@ def _sampling(request: EngineRequest, num_tokens: int, settings: SglangSettings)
         # A deterministic SGLang draws by seed and position, as we do, and without a seed by the same one for all.
         words["sampling_seed"] = params.seed & _MAX_SEED
     if params.structured is not None:
-        if resumed:
-            raise InvalidRequest("SGLang cannot go on in the middle of a structured output", param="structured")
+        check_resumable(params, resumed, "SGLang")
         words |= _structured(params.structured)
     return words
 

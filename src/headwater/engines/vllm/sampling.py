@@ -7,6 +7,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
+from headwater.engines.limits import check_resumable
 from headwater.errors import InvalidRequest
 from headwater.protocol.request import SamplingParams, StructuredSpec
 
@@ -19,8 +20,7 @@ def vllm_sampling(
     """`num_resumed`: tokens generated elsewhere, which vLLM gets as prompt; `kv_params`: for its KV connector.
 
     Raises `InvalidRequest`."""
-    if params.structured is not None and num_resumed:
-        raise InvalidRequest("vLLM cannot go on in the middle of a structured output", param="structured")
+    check_resumable(params, num_resumed, "vLLM")
     try:
         return VllmSamplingParams(
             max_tokens=params.max_tokens - num_resumed,

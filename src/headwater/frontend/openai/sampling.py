@@ -17,6 +17,7 @@ _SEED_MASK = 2**63 - 1
 _MAX_SPEC_CHARS = 262_144
 _MAX_BIAS = 100
 _FORMATS = ("text", "json_object", "json_schema")
+_SCHEMA_PARAM = "response_format.json_schema.schema"
 
 
 def sampling_params(
@@ -97,9 +98,9 @@ def structured_spec(fields: GenerationFields) -> StructuredSpec | None:
     """The one constraint on the output that the request names. Raises `InvalidRequest`."""
     if fields.response_format is None and fields.structured_outputs is None and not _any_guided(fields):
         return None
-    found: dict[str, StructuredSpec] = {}
+    found: list[StructuredSpec] = []
     if fields.response_format is not None:
-        _add(found, "response_format", _from_response_format(fields.response_format))
+        _add(found, _from_response_format(fields.response_format))
     guided: list[tuple[str, StructuredKind, Any]] = [
         ("guided_json", "json_schema", fields.guided_json),
         ("guided_regex", "regex", fields.guided_regex),
@@ -117,11 +118,11 @@ def structured_spec(fields: GenerationFields) -> StructuredSpec | None:
         ]
     for param, kind, value in guided:
         if value is not None:
-            _add(found, param, StructuredSpec(kind, _spec_text(param, kind, value)))
+            _add(found, StructuredSpec(kind, _spec_text(param, kind, value), param))
     if len(found) > 1:
-        names = " and ".join(found)
-        raise InvalidRequest(f"{names} are given, expected one constraint on the output", param=next(iter(found)))
-    return next(iter(found.values()), None)
+        names = " and ".join(spec.param for spec in found)
+        raise InvalidRequest(f"{names} are given, expected one constraint on the output", param=found[0].param)
+    return found[0] if found else None
 
 
 def _any_guided(fields: GenerationFields) -> bool:
@@ -133,12 +134,14 @@ def _any_guided(fields: GenerationFields) -> bool:
     )
 
 
-def _add(found: dict[str, StructuredSpec], param: str, spec: StructuredSpec | None) -> None:
+def _add(found: list[StructuredSpec], spec: StructuredSpec | None) -> None:
     if spec is None:
         return
     if len(spec.spec) > _MAX_SPEC_CHARS:
-        raise InvalidRequest(f"{param} has {len(spec.spec):,} characters, at most {_MAX_SPEC_CHARS:,} fit", param=param)
-    found[param] = spec
+        raise InvalidRequest(
+            f"{spec.param} has {len(spec.spec):,} characters, at most {_MAX_SPEC_CHARS:,} fit", param=spec.param
+        )
+    found.append(spec)
 
 
 def _from_response_format(asked: ResponseFormat) -> StructuredSpec | None:
@@ -151,14 +154,14 @@ def _from_response_format(asked: ResponseFormat) -> StructuredSpec | None:
         return None
     if asked.type == "json_object":
         return StructuredSpec("json_object")
-    return StructuredSpec("json_schema", _schema_text(asked.json_schema))
+    return StructuredSpec("json_schema", _schema_text(asked.json_schema), _SCHEMA_PARAM)
 
 
 def _schema_text(asked: JsonSchemaFormat | None) -> str:
     if asked is None or asked.schema is None:
         raise InvalidRequest(
-            "response_format.json_schema.schema is missing, expected a JSON schema",
-            param="response_format.json_schema",
+            f"{_SCHEMA_PARAM} is missing or null, expected a JSON schema, as response_format.type is json_schema",
+            param=_SCHEMA_PARAM,
         )
     return msgspec.json.encode(asked.schema).decode()
 

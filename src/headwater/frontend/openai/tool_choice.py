@@ -39,7 +39,10 @@ def tool_use(fields: ChatRequest, model: ServedModel, structured: StructuredSpec
     choice = fields.tool_choice
     if not fields.tools:
         if choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice asks for a call and tools is empty", param="tool_choice")
+            raise InvalidRequest(
+                f"tool_choice is {_given(choice)} and tools is empty, expected tools, or none or auto as tool_choice",
+                param="tool_choice",
+            )
         return ToolUse(structured=structured)
     _check_tools(fields, model)
     if choice == "none":
@@ -54,7 +57,10 @@ def tool_use(fields: ChatRequest, model: ServedModel, structured: StructuredSpec
         single = fields.parallel_tool_calls is False
         return ToolUse(shown=True, structured=structured, reading="calls", single=single)
     if structured is not None:
-        raise InvalidRequest("tool_choice and another constraint on the output exclude each other", param="tool_choice")
+        raise InvalidRequest(
+            f"tool_choice is {_given(choice)} and {structured.param} is given, expected one constraint on the output",
+            param="tool_choice",
+        )
     functions = [tool.function for tool in fields.tools]
     if isinstance(choice, NamedToolChoice):
         return _named(choice.function.name, functions)
@@ -77,10 +83,15 @@ def _check_tools(fields: ChatRequest, model: ServedModel) -> None:
         )
 
 
+def _given(choice: str | NamedToolChoice | None) -> str:
+    return short_json(choice) if isinstance(choice, str) else "a named function"
+
+
 def _named(name: str, functions: Sequence[FunctionDefinition]) -> ToolUse:
-    for function in functions:
+    for number, function in enumerate(functions):
         if function.name == name:
-            spec = StructuredSpec("json_schema", msgspec.json.encode(_parameters(function)).decode())
+            text = msgspec.json.encode(_parameters(function)).decode()
+            spec = StructuredSpec("json_schema", text, f"tools[{number}].function.parameters")
             return ToolUse(shown=True, structured=spec, reading="named", function=name)
     names = ", ".join(function.name for function in functions[:8])
     raise InvalidRequest(f"tool_choice names {short_json(name)}, tools has {names}", param="tool_choice")
@@ -98,7 +109,7 @@ def _any_call(functions: Sequence[FunctionDefinition]) -> StructuredSpec:
         for function in functions
     ]
     schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return StructuredSpec("json_schema", msgspec.json.encode(schema).decode())
+    return StructuredSpec("json_schema", msgspec.json.encode(schema).decode(), "tools")
 
 
 def _parameters(function: FunctionDefinition) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from headwater.engines.attached.http import Server
 from headwater.engines.attached.prometheus import samples, sums
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_params import kv_transfer_params, ticket_of
-from headwater.errors import EngineFailed, InvalidRequest, WorkerLost
+from headwater.engines.limits import check_resumable
+from headwater.errors import EngineFailed, WorkerLost
 from headwater.protocol.request import EngineRequest, SequenceOutput, StructuredSpec, TokenLogprobs
 from headwater.types import TOKEN_ID_BYTES
 
@@ -126,8 +127,7 @@ def _body(model: str, request: EngineRequest, tokens: Sequence[int], salt: str |
     if params.logprobs is not None:
         body |= {"logprobs": params.logprobs, "return_tokens_as_token_ids": True}
     if params.structured is not None:
-        if num_resumed:
-            raise InvalidRequest("vLLM cannot go on in the middle of a structured output", param="structured")
+        check_resumable(params, num_resumed, "vLLM")
         body["structured_outputs"] = _structured(params.structured)
     if request.priority:
         body["priority"] = -request.priority

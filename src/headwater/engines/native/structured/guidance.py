@@ -1,8 +1,8 @@
 """Structured output through llguidance.
 
 Specifications come from outside: their size is bounded, compilation runs under llguidance's limits on grammar size and
-lexer work, and what it refuses becomes `InvalidRequest` with the compiler's own words. Compiled grammars are kept in a
-bounded cache; a sequence works on a copy. Compiling takes up to a second and does not hold the interpreter's lock.
+lexer work, and what it refuses becomes `InvalidRequest`. Compiled grammars are kept in a bounded cache; a sequence
+works on a copy. Compiling takes up to a second and does not hold the interpreter's lock.
 """
 
 import json
@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from headwater.engines.native.structured.base import DeadEndError
-from headwater.errors import InvalidRequest
+from headwater.engines.native.structured.refusals import in_words, refusal
 from headwater.protocol.request import StructuredKind, StructuredSpec
 
 MAX_SPEC_CHARS = 128 * 1024
@@ -31,18 +31,13 @@ _MAX_ROW_ITEMS = 20_000
 _INITIAL_LEXER_FUEL = 100_000
 """A tenth of the library's own limit, under which a step with `a{100000}` takes 100 ms. Schemas with thousands of
 properties stay within it."""
-_MESSAGE_CHARS = 500
-_FIELDS: dict[StructuredKind, str] = {
-    "json_object": "response_format",
-    "json_schema": "response_format.json_schema",
-    "regex": "guided_regex",
-    "choice": "guided_choice",
-    "grammar": "guided_grammar",
-}
 _ASCII_CLASSES = "d"
 r"""`\d` means 0 to 9, as everyone who writes it for a model expects; `\w` and `\s` know Unicode."""
 _JSON_BLANKS = r"[\x20\x0A\x0D\x09]{0,40}"
 """Room for pretty printing, but a small model cannot write blanks until its tokens run out."""
+
+_Key = tuple[StructuredKind, str]
+"""Kind and text of a specification: whichever field asks for it."""
 
 
 class GuidanceCompiler:
@@ -61,7 +56,7 @@ class GuidanceCompiler:
         self._vocab_size = vocab_size
         self._has_end = bool(eos_token_ids)
         self._bounds_by_byte = _bounds_by_byte()
-        self._compiled: OrderedDict[StructuredSpec, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[_Key, LLMatcher] = OrderedDict()
         self._cached_chars = 0
         self._lock = threading.Lock()
         """Of the two fields above."""
@@ -73,38 +68,39 @@ class GuidanceCompiler:
         return GuidanceConstraint(self._matcher(spec).deep_copy(), self._vocab_size, self._bounds_by_byte)
 
     def _matcher(self, spec: StructuredSpec) -> LLMatcher:
+        key = (spec.kind, spec.spec)
         with self._lock:
-            matcher = self._compiled.get(spec)
+            matcher = self._compiled.get(key)
             if matcher is not None:
-                self._compiled.move_to_end(spec)
+                self._compiled.move_to_end(key)
                 return matcher
         matcher = self._compile(spec)
         with self._lock:
-            self._keep(spec, matcher)
+            self._keep(key, matcher)
         return matcher
 
-    def _keep(self, spec: StructuredSpec, matcher: LLMatcher) -> None:
-        if self._compiled.setdefault(spec, matcher) is not matcher:
+    def _keep(self, key: _Key, matcher: LLMatcher) -> None:
+        if self._compiled.setdefault(key, matcher) is not matcher:
             return  # another thread was faster
-        self._cached_chars += _cached_chars(spec)
+        self._cached_chars += _cached_chars(key)
         while self._cached_chars > _CACHED_CHARS:
             oldest, _ = self._compiled.popitem(last=False)
             self._cached_chars -= _cached_chars(oldest)
 
     def _compile(self, spec: StructuredSpec) -> LLMatcher:
         if not self._has_end:
-            raise _refusal(spec, "this model has no end token, so a structured output could not end")
+            raise refusal(spec, "this model has no end token, so a structured output could not end")
         size = len(spec.spec)
         if size > MAX_SPEC_CHARS:
-            raise _refusal(spec, f"the specification has {size} characters, at most {MAX_SPEC_CHARS} are compiled")
+            raise refusal(spec, f"the specification has {size} characters, at most {MAX_SPEC_CHARS} are compiled")
         try:
             grammar = _grammar(spec)
         except (ValueError, RecursionError) as error:
-            raise _refusal(spec, str(error)) from error
+            raise refusal(spec, str(error)) from error
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         wrong = _first_error(matcher)
         if wrong:
-            raise _refusal(spec, wrong)
+            raise refusal(spec, wrong)
         return matcher
 
 
@@ -138,7 +134,7 @@ class GuidanceConstraint:
         np.minimum(logits, bounds[: len(logits)], out=logits)
 
     def _dead_end(self) -> DeadEndError:
-        return DeadEndError(f"structured output: {_shorten(self._matcher.get_error())}")
+        return DeadEndError(f"structured output: {in_words(self._matcher.get_error())}")
 
 
 def _first_error(matcher: LLMatcher) -> str:
@@ -166,7 +162,9 @@ def _grammar(spec: StructuredSpec) -> str:
                 '{"type": "object"}', overrides={"whitespace_pattern": _JSON_BLANKS}
             )
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(spec.spec, overrides={"whitespace_pattern": _JSON_BLANKS})
+            # Any value fits `true`, which is a schema that takes no options.
+            schema = "{}" if spec.spec.strip() == "true" else spec.spec
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _JSON_BLANKS})
         case "regex":
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.spec, _ASCII_CLASSES)}/")
         case "choice":
@@ -182,8 +180,8 @@ def _choice_grammar(spec: str) -> str:
     return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
-def _cached_chars(spec: StructuredSpec) -> int:
-    return len(spec.spec) + _ENTRY_CHARS
+def _cached_chars(key: _Key) -> int:
+    return len(key[1]) + _ENTRY_CHARS
 
 
 def _lark(text: str) -> str:
@@ -193,12 +191,3 @@ def _lark(text: str) -> str:
         raise ValueError("the grammar is nested too deeply") from None
     except Exception as error:  # the converter raises bare exceptions
         raise ValueError(str(error)) from error
-
-
-def _refusal(spec: StructuredSpec, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"{spec.kind}: {_shorten(reason)}", param=_FIELDS[spec.kind])
-
-
-def _shorten(message: str) -> str:
-    message = message.removesuffix("<non-verbose/>").strip()
-    return message if len(message) <= _MESSAGE_CHARS else message[:_MESSAGE_CHARS] + " ..."
