@@ -59,7 +59,7 @@ def prompt(count: int, seed: int = 1) -> list[int]:
 
 def eventually_stored(connector: Any, tokens: list[int], blocks: int, salt: str = "") -> None:
     attachment = connector._attachments[connector.model_of_test]
-    chain = attachment.chain(tokens, salt)
+    chain = attachment.new_chain(salt).upto(tokens, blocks)
     deadline = time.monotonic() + 10
     while attachment.store.num_in_host(chain.ids) < blocks:
         assert time.monotonic() < deadline

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from engine_doubles import install
-from headwater.kv.connectors.vllm_naming import Naming, store_connector
+from headwater.kv.connectors.naming import Naming
+from headwater.kv.connectors.vllm_naming import naming_in, request_params, store_connector
 from headwater.kv.identity import chain_block_ids, namespace
 from headwater.kv.node.agent import StoreAgent
 from headwater.kv.shards import part_ids
@@ -65,7 +66,7 @@ def prompt(count: int, seed: int = 1) -> list[int]:
 
 
 def asked(name: str, tokens: list[int], key: bytes = SALTED, tenant: str = "acme") -> Request:
-    params = Naming(key.hex(), "print", tenant).request_params()
+    params = request_params(Naming(key.hex(), "print", tenant))
     return Request(name, list(tokens), kv_transfer_params=params)
 
 
@@ -141,9 +142,9 @@ def test_a_request_without_a_name_that_makes_sense_is_computed(make: Make, store
 
 def test_a_ticket_does_not_say_how_blocks_are_named() -> None:
     own = Naming(SALTED.hex(), "print", "acme")
-    ticket = {"remote_host": "a", **Naming(PLAIN.hex(), "print", "").request_params()}
-    params = own.request_params(ticket)
-    assert Naming.of(params) == own
+    ticket = {"remote_host": "a", **request_params(Naming(PLAIN.hex(), "print", ""))}
+    params = request_params(own, ticket)
+    assert naming_in(params) == own
     assert params["remote_host"] == "a"
 
 

@@ -85,6 +85,8 @@ class Placement:
 
 
 ALONE = Placement()
+STORE_FLAGS = "a KV store (--kv-host, --kv-disk, --kv-object, --kv-peer, --kv-listen, --kv-socket)"
+"""What brings `Placement.store` about, for messages of engines that cannot go there."""
 
 
 class EngineListener(Protocol):

@@ -30,3 +30,11 @@ def text_artifacts(
 def served_names(config: EngineConfig, own_name: str) -> list[str]:
     """What the API calls the model; the first is the main name."""
     return list(config.served_model_name) or [own_name]
+
+
+def stored_layout(name: str, details: object) -> str:
+    """`name` of a layout, for an engine that goes to a store by itself.
+
+    Ids of blocks are bound to it. In a store that outlives the engine, blocks of another release or kind of numbers
+    must not be in the place of ours."""
+    return f"{name}.{hashlib.blake2b(repr(details).encode(), digest_size=8).hexdigest()}"

@@ -31,6 +31,7 @@ from headwater.errors import (
     Overloaded,
     WorkerLost,
 )
+from headwater.kv.connectors.naming import Naming
 from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.kv.resident import ResidentBlocks
 from headwater.protocol.events import LoadReport, StepTiming, WorkerEvent
@@ -204,6 +205,11 @@ class ExternalEngine(ABC):
         card = self.info.card
         return namespace(card.fingerprint, card.kv_layout, adapter=adapter) if adapter else self.default_namespace
 
+    def naming(self, request: EngineRequest) -> Naming:
+        """How its blocks are named in a store that the other side goes to by itself."""
+        key = request.namespace or self.own_namespace(request.adapter)
+        return Naming(key.hex(), self.info.card.fingerprint, request.tenant)
+
     @property
     def resident(self) -> ResidentBlocks:
         """What the other side says it has, on the device."""
@@ -277,6 +283,10 @@ class ExternalEngine(ABC):
             if not isinstance(event, LoadReport) and event.tier in ("device", None):
                 self._resident.apply(event)
         self._listener.on_events(events)
+
+    def tell_device(self, events: list[WorkerEvent]) -> None:
+        """The same where the other side goes to the host's store: of what lies below the device the store tells."""
+        self.tell([event for event in events if isinstance(event, LoadReport) or event.tier in ("device", None)])
 
     def time_step(self, timing: StepTiming) -> None:
         self.totals.steps += 1

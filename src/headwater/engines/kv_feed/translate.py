@@ -15,16 +15,15 @@ import msgspec
 
 from headwater.engines.kv_feed.owners import BlockOwners
 from headwater.engines.kv_feed.wire import ForeignBatch, ForeignHash, ForeignMoved, ForeignRemoved, ForeignStored
+from headwater.kv.connectors import naming
 from headwater.kv.identity import chain_block_ids, namespace
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored, WorkerEvent
 from headwater.types import BLOCK_ID_BYTES, BlockId, Tier
 
-_SALT_MARK = "hw:"
-
 
 def salt_of(namespace_key: bytes, default: bytes) -> str | None:
     """The cache salt for a request with this namespace; None for the model's own."""
-    return None if namespace_key in (b"", default) else _SALT_MARK + namespace_key.hex()
+    return None if namespace_key in (b"", default) else naming.salt_of(namespace_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +127,8 @@ class FeedTranslator:
         if event.adapter is not None and event.adapter in texts:
             texts.remove(event.adapter)
         salt = texts[-1] if texts else ""
-        if salt.startswith(_SALT_MARK):
-            try:
-                return bytes.fromhex(salt.removeprefix(_SALT_MARK))
-            except ValueError:
-                pass  # another client's salt that happens to look like ours
+        if (carried := naming.namespace_in(salt)) is not None:
+            return carried
         if not salt and event.adapter is None:
             return None
         return namespace(self._fingerprint, self._kv_layout, adapter=event.adapter or "", salt=salt)

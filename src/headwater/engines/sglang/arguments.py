@@ -14,6 +14,7 @@ from typing import Any
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import ALONE, Placement
 from headwater.engines.kv_feed.subscription import FeedAddress
+from headwater.engines.sglang.storage import attach_store
 from headwater.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -42,12 +43,13 @@ class SglangArguments:
     """Its `ServerArgs`."""
     feeds: list[FeedAddress]
     """Where it publishes KV events, one per data-parallel rank."""
+    store: bool
+    """Whether we have attached the store of the host to it."""
 
 
-def sglang_arguments(
-    config: EngineConfig, model: str, events_folder: Path, placement: Placement = ALONE
-) -> SglangArguments:
-    """Raises `ConfigError` with what SGLang says about its flags."""
+def sglang_arguments(config: EngineConfig, model: str, folder: Path, placement: Placement = ALONE) -> SglangArguments:
+    """`folder`: of this worker alone, for sockets of KV events and names of blocks. Raises `ConfigError` with what
+    SGLang says about its flags."""
     from sglang.srt.server_args import ServerArgs
 
     parser = _Parser(prog="headwater serve --engine sglang", add_help=False)
@@ -55,8 +57,15 @@ def sglang_arguments(
     parsed = parser.parse_args(["--model-path", model, *_own_words(config), *_OURS, *config.engine_args])
     _settle(parsed, config, placement)
     if parsed.kv_events_config is None and config.enable_prefix_caching:
-        parsed.kv_events_config = _events_config(events_folder, parsed.dp_size)
-    return SglangArguments(ServerArgs.from_cli_args(parsed), _feeds(parsed.kv_events_config, parsed.dp_size))
+        parsed.kv_events_config = _events_config(folder, parsed.dp_size)
+    stored = placement.store is not None and attach_store(parsed, placement.store, names_in(folder))
+    feeds = _feeds(parsed.kv_events_config, parsed.dp_size)
+    return SglangArguments(ServerArgs.from_cli_args(parsed), feeds, stored)
+
+
+def names_in(folder: Path) -> Path:
+    """Where the store's back-end in SGLang reads how blocks are named."""
+    return folder / "names"
 
 
 def _settle(parsed: argparse.Namespace, config: EngineConfig, placement: Placement) -> None:

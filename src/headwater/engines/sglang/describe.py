@@ -8,7 +8,7 @@ import msgspec
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo
-from headwater.engines.card import served_names, text_artifacts
+from headwater.engines.card import served_names, stored_layout, text_artifacts
 from headwater.engines.sglang.host import Started
 from headwater.engines.sglang_wire.settings import SglangSettings
 from headwater.engines.texts import ModelTexts
@@ -29,8 +29,15 @@ def settings_of(started: Started) -> SglangSettings:
 
 
 def engine_info(
-    config: EngineConfig, texts: ModelTexts, started: Started, settings: SglangSettings, adapters: list[str]
+    config: EngineConfig,
+    texts: ModelTexts,
+    started: Started,
+    settings: SglangSettings,
+    adapters: list[str],
+    *,
+    stored: bool,
 ) -> EngineInfo:
+    """`stored`: whether it goes to the store of the host."""
     artifacts, contents = text_artifacts(texts.tokenizer_json, texts.tokenizer_config, texts.chat_template)
     names = served_names(config, texts.name)
     block_size = settings.page_size or config.block_size
@@ -40,7 +47,7 @@ def engine_info(
         fingerprint=hashlib.sha256(f"sglang {texts.fingerprint} {started.dtype} {block_size}".encode()).hexdigest(),
         architecture=started.architecture,
         dtype=started.dtype,
-        kv_layout=f"sglang.{started.dtype}.b{block_size}",
+        kv_layout=_layout(started, settings, block_size, stored=stored),
         max_model_len=started.context_len,
         block_size=block_size,
         vocab_size=started.vocab_size,
@@ -63,7 +70,19 @@ def engine_info(
         role=settings.role,
         paired=settings.role is not None,
         bootstrap=f"{_own_host(started)}:{settings.bootstrap_port}" if settings.bootstrap_port else "",
+        store=stored,
+        num_ranks=settings.tp_size * settings.pp_size,
     )
+
+
+def _layout(started: Started, settings: SglangSettings, block_size: int, *, stored: bool) -> str:
+    """A store keeps the blocks of each number of ranks apart."""
+    name = f"sglang.{started.dtype}.b{block_size}"
+    if not stored:
+        return name
+    said = started.server_info
+    ranks = settings.tp_size, settings.pp_size, settings.dp_size, said.get("enable_dp_attention")
+    return stored_layout(name, (settings.version, said.get("kv_cache_dtype"), said.get("quantization"), ranks))
 
 
 def _own_host(started: Started) -> str:

@@ -20,7 +20,7 @@ from headwater.engines.kv_feed.following import Following
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.kv_feed.translate import FeedTranslator, salt_of
 from headwater.engines.pace import Pace, PacedEngine
-from headwater.engines.sglang.arguments import sglang_arguments
+from headwater.engines.sglang.arguments import names_in, sglang_arguments
 from headwater.engines.sglang.describe import engine_info, settings_of
 from headwater.engines.sglang.host import Loads, News, SglangHost
 from headwater.engines.sglang.installed import check_installed
@@ -30,6 +30,8 @@ from headwater.engines.sglang_wire.settings import SglangSettings
 from headwater.engines.starting import pulse
 from headwater.engines.texts import texts_and_weights
 from headwater.errors import HeadwaterError, WorkerLost
+from headwater.kv.connectors.names import NameLog
+from headwater.kv.connectors.sglang_naming import PageNames
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import SequenceOutput
@@ -51,6 +53,9 @@ class SglangEngine(PacedEngine):
         self._nonce = secrets.token_hex(4)
         self._following: Following | None = None
         self._folder: Path | None = None
+        self._log: NameLog | None = None
+        self._names: PageNames | None = None
+        """With a store that SGLang goes to."""
 
     # ---- life
 
@@ -59,11 +64,16 @@ class SglangEngine(PacedEngine):
         texts, model = await asyncio.to_thread(texts_and_weights, self.config, "sglang", progress)
         self._folder = Path(tempfile.mkdtemp(prefix="headwater-sglang-"))
         arguments = await asyncio.to_thread(sglang_arguments, self.config, model, self._folder, self._placement)
+        if arguments.store:
+            self._log = NameLog(names_in(self._folder))
         self._host = SglangHost(self._on_news, self._on_loads, self.fail)
         async with pulse("SGLang", progress):
             started = await self._host.start(arguments.server)
         settings = self._settings = settings_of(started)
-        info = engine_info(self.config, texts, started, settings, _adapters(arguments.server))
+        adapters = _adapters(arguments.server)
+        info = engine_info(self.config, texts, started, settings, adapters, stored=arguments.store)
+        if self._log is not None:
+            self._names = PageNames(self._log, info.card.block_size)
         self.pace = Pace(info.max_num_batched_tokens)
         self._follow_events(info.card, arguments.feeds)
         progress(Progress("ready", detail=info.card.name))
@@ -74,13 +84,16 @@ class SglangEngine(PacedEngine):
             await self._following.close()
         if self._host is not None:
             await self._host.close(_SHUTDOWN_TIMEOUT_S)
+        if self._log is not None:
+            self._log.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _follow_events(self, card: ModelCard, feeds: list[FeedAddress]) -> None:
         if feeds and self._settings.block_size is not None:
             translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size)
-            self._following = Following("SGLang", feeds, translator, self.tell)
+            tell = self.tell if self._names is None else self.tell_device
+            self._following = Following("SGLang", feeds, translator, tell)
 
     # ---- work
 
@@ -91,11 +104,13 @@ class SglangEngine(PacedEngine):
         arguments = generate_arguments(request, tokens, salt, self._settings)
         arguments.pop("extra_key", None)  # not among the arguments of `Engine`, which knows the salt
         self._readers[request.stream] = SglangReader(request, incremental=True)
+        if self._names is not None and request.adapter is None:  # SGLang names those by a number of its own
+            self._names.begin(request.stream, self.naming(request), tokens, salt)
         host.generate(request.stream, f"hw-{self._nonce}-{request.stream}.", arguments)
 
     def cancel(self, streams: Sequence[int]) -> None:
         for stream in streams:
-            self._readers.pop(stream, None)
+            self._forget_reader(stream)
         if self._host is not None:
             self._host.abort(streams)
 
@@ -121,9 +136,16 @@ class SglangEngine(PacedEngine):
             except HeadwaterError as error:
                 output = SequenceOutput.failed(stream, error)
             if output is not None:
+                if self._names is not None:
+                    self._names.grow(stream, _all_tokens(output))
                 if output.finish_reason is not None:
-                    del self._readers[stream]
+                    self._forget_reader(stream)
                 self._gathered.take(output)
+
+    def _forget_reader(self, stream: int) -> None:
+        self._readers.pop(stream, None)
+        if self._names is not None:
+            self._names.end(stream)
 
     def _read(self, stream: int, reader: SglangReader, what: Chunk | HeadwaterError | None) -> SequenceOutput | None:
         if isinstance(what, HeadwaterError):
@@ -140,6 +162,11 @@ class SglangEngine(PacedEngine):
     def _on_loads(self, loads: Loads) -> None:
         self._loads = loads
         self.note_changed()
+
+
+def _all_tokens(output: SequenceOutput) -> list[int]:
+    """The one that ends it is in SGLang's cache as well."""
+    return output.token_ids if output.stop_token_id is None else [*output.token_ids, output.stop_token_id]
 
 
 def _adapters(server_args: object) -> list[str]:

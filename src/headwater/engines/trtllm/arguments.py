@@ -16,7 +16,9 @@ import yaml
 
 from headwater.config.schema import EngineConfig
 from headwater.config.words import flag_groups
+from headwater.engines.base import STORE_FLAGS
 from headwater.errors import ConfigError
+from headwater.kv.connectors.trtllm_naming import MODULE, connector_config
 
 _log = logging.getLogger(__name__)
 
@@ -71,10 +73,12 @@ class TrtllmArguments:
     llm: dict[str, Any]
     adapters: dict[str, str]
     """LoRA adapters by name: their folders."""
+    store: bool
+    """Whether we have attached the store of the host to it."""
 
 
-def trtllm_arguments(config: EngineConfig, model: str) -> TrtllmArguments:
-    """Raises `ConfigError`."""
+def trtllm_arguments(config: EngineConfig, model: str, *, store: bool = False) -> TrtllmArguments:
+    """`store`: whether this host has one. Raises `ConfigError`."""
     said: dict[str, Any] = {}
     adapters: dict[str, str] = {}
     for group in flag_groups(config.engine_args):
@@ -93,7 +97,29 @@ def trtllm_arguments(config: EngineConfig, model: str) -> TrtllmArguments:
     if adapters:
         llm["enable_lora"] = True
         llm.setdefault("lora_config", {"lora_dir": list(adapters.values())})
-    return TrtllmArguments(llm, adapters)
+    return TrtllmArguments(llm, adapters, store and _attach_store(llm))
+
+
+def _attach_store(llm: dict[str, Any]) -> bool:
+    """Whether it was attached; not if the operator has done so. Raises `ConfigError`."""
+    given = llm.get("kv_connector_config")
+    if isinstance(given, dict) and given.get("connector_module") == MODULE:
+        return False
+    if given:
+        raise ConfigError(
+            f"--kv-connector-config does not go with {STORE_FLAGS}: TensorRT-LLM has one connector, and the KV store "
+            "is to be it",
+            hint="leave out the KV store's flags for these workers, or this one",
+        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
+        if int(llm.get(name) or 1) > 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {llm[name]} does not go with {STORE_FLAGS}: with TensorRT-LLM it serves "
+                "one rank",
+                hint="leave out the KV store's flags for these workers",
+            )
+    llm["kv_connector_config"] = connector_config()
+    return True
 
 
 def _ours(config: EngineConfig) -> dict[str, Any]:

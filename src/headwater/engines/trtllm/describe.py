@@ -6,7 +6,7 @@ from typing import Any
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo
-from headwater.engines.card import served_names, text_artifacts
+from headwater.engines.card import served_names, stored_layout, text_artifacts
 from headwater.engines.texts import ModelTexts
 from headwater.errors import EngineFailed
 from headwater.protocol.cluster import ModelCard
@@ -16,9 +16,14 @@ _MAX_NUM_TOKENS = 8192
 
 
 def engine_info(
-    config: EngineConfig, texts: ModelTexts, llm: Any, stats: Mapping[str, Any], adapters: list[str]
+    config: EngineConfig,
+    texts: ModelTexts,
+    llm: Any,
+    stats: Mapping[str, Any],
+    adapters: list[str],
+    stored_by: str = "",
 ) -> EngineInfo:
-    """`stats`: of one iteration."""
+    """`stats`: of one iteration. `stored_by`: the release, if it goes to the store of the host."""
     args, model = llm.args, _model_config(llm)
     kv = stats["kvCacheStats"]
     dtype, block_size, num_blocks = str(args.dtype), int(kv["tokensPerBlock"]), int(kv["maxNumBlocks"])
@@ -35,7 +40,7 @@ def engine_info(
         fingerprint=hashlib.sha256(f"trtllm {texts.fingerprint} {dtype} {block_size}".encode()).hexdigest(),
         architecture=next(iter(getattr(model, "architectures", None) or ()), "unknown"),
         dtype=dtype,
-        kv_layout=f"trtllm.{dtype}.b{block_size}",
+        kv_layout=_layout(args, f"trtllm.{dtype}.b{block_size}", stored_by),
         max_model_len=int(max_model_len),
         block_size=block_size,
         vocab_size=int(vocab_size),
@@ -54,6 +59,15 @@ def engine_info(
         hardware=_hardware(args),
         batch_invariant=False,
         tickets=getattr(args, "cache_transceiver_config", None) is not None,
+        store=bool(stored_by),
+    )
+
+
+def _layout(args: Any, name: str, stored_by: str) -> str:
+    kv = getattr(args, "kv_cache_config", None)
+    kv_dtype = kv.get("dtype") if isinstance(kv, dict) else getattr(kv, "dtype", None)
+    return (
+        stored_layout(name, (stored_by, str(kv_dtype), str(getattr(args, "quant_config", None)))) if stored_by else name
     )
 
 

@@ -29,6 +29,7 @@ from headwater.engines.trtllm.handing_over import HandingOver
 from headwater.engines.trtllm.installed import Installed, load_installed
 from headwater.engines.trtllm.outputs import OutputReader
 from headwater.engines.trtllm.sampling import trtllm_sampling
+from headwater.engines.trtllm.store import AttachedStore
 from headwater.engines.trtllm_words import adapter_number, priority_of
 from headwater.errors import EngineFailed, HeadwaterError, InvalidRequest, WorkerLost
 from headwater.kv.identity import namespace
@@ -52,6 +53,7 @@ class TrtllmEngine(ExternalEngine):
 
     def __init__(self, config: EngineConfig, placement: Placement = ALONE) -> None:
         super().__init__(config)
+        self._placement = placement
         self._llm: Any = None
         self._results: dict[int, tuple[Any, asyncio.Task[None]]] = {}
         """TensorRT-LLM's handle of a sequence, and who reads it."""
@@ -61,6 +63,7 @@ class TrtllmEngine(ExternalEngine):
         self._paused_requests = 0
         self._draining_events: Draining | None = None
         self._owners: BlockOwners | None = None
+        self._store: AttachedStore | None = None
 
     # ---- life
 
@@ -68,13 +71,16 @@ class TrtllmEngine(ExternalEngine):
         installed = self._installed = await asyncio.to_thread(load_installed)
         self._handing_over = HandingOver(installed)
         texts, model = await asyncio.to_thread(texts_and_weights, self.config, "trtllm", progress)
-        arguments = trtllm_arguments(self.config, model)
+        arguments = trtllm_arguments(self.config, model, store=self._placement.store is not None)
+        if arguments.store and self._placement.store is not None:
+            self._store = AttachedStore(installed, self._placement.store)
         async with pulse("TensorRT-LLM", progress):
             self._llm = await asyncio.to_thread(_start, installed, arguments)
             self._ends = list(texts.eos_token_ids)
             self._stats = await self._warm()
         self._adapters = arguments.adapters
-        info = engine_info(self.config, texts, self._llm, self._stats, list(arguments.adapters))
+        stored_by = installed.version if self._store is not None else ""
+        info = engine_info(self.config, texts, self._llm, self._stats, list(arguments.adapters), stored_by)
         if self.config.enable_prefix_caching:
             self._follow_events(info.card)
         self.spawn(self._read_stats())
@@ -90,6 +96,8 @@ class TrtllmEngine(ExternalEngine):
         if llm is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.to_thread(llm.shutdown), _SHUTDOWN_TIMEOUT_S)
+        if self._store is not None:
+            self._store.close()
 
     async def _warm(self) -> Mapping[str, Any]:
         """One token, so that it is known to compute; then it says how many blocks it has. Raises `EngineFailed`."""
@@ -117,9 +125,8 @@ class TrtllmEngine(ExternalEngine):
         self._owners = BlockOwners(card.block_size, namespace(card.fingerprint, card.kv_layout))
         translator = FeedTranslator(card.fingerprint, card.kv_layout, card.block_size, self._owners)
         numbers = {adapter_number(folder): name for name, folder in self._adapters.items()}
-        self._draining_events = Draining(
-            "TensorRT-LLM", translator, self.tell, self._drain_events, card.block_size, numbers
-        )
+        tell = self.tell if self._store is None else self.tell_device
+        self._draining_events = Draining("TensorRT-LLM", translator, tell, self._drain_events, card.block_size, numbers)
         self.spawn(self._draining_events.run())
 
     async def _drain_events(self) -> list[Any]:
@@ -200,7 +207,10 @@ class TrtllmEngine(ExternalEngine):
                 known = ", ".join(self._adapters) or "none is loaded"
                 raise InvalidRequest(f"there is no adapter {request.adapter!r}: {known}")
             options["lora_request"] = installed.LoRARequest(request.adapter, adapter_number(folder), folder)
-        salt = salt_of(request.namespace, self.own_namespace(request.adapter))
+        if self._store is not None and request.adapter is None:
+            salt: str | None = self._store.salt(self.naming(request))
+        else:
+            salt = salt_of(request.namespace, self.own_namespace(request.adapter))
         if salt is not None:
             if not installed.takes("cache_salt"):
                 raise InvalidRequest(f"TensorRT-LLM {installed.version} takes no cache salt", param="cache_salt")

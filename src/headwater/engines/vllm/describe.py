@@ -11,7 +11,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo
-from headwater.engines.card import served_names, text_artifacts
+from headwater.engines.card import served_names, stored_layout, text_artifacts
 from headwater.engines.texts import ModelTexts
 from headwater.engines.vllm.connectors import Connectors
 from headwater.engines.vllm.staging import Staging
@@ -65,14 +65,12 @@ def engine_info(
 
 
 def _layout(vllm: Any, dtype: str, *, stored: bool) -> str:
-    """Ids of blocks are bound to it. In a store that outlives the engine, blocks of another release or kind of numbers
-    must not be in the place of ours."""
     name = f"vllm.{dtype}.b{int(vllm.cache_config.block_size)}"
     if not stored:
         return name
     kernel = torch.backends.cpu.get_cpu_capability() if current_platform.is_cpu() else ""
     details = vllm_version, kernel, vllm.model_config.quantization, vllm.cache_config.cache_dtype
-    return f"{name}.{hashlib.blake2b(repr(details).encode(), digest_size=8).hexdigest()}"
+    return stored_layout(name, details)
 
 
 def _hardware(vllm: Any) -> str:

@@ -53,7 +53,7 @@ from headwater.engines.vllm.port import StagingPort
 from headwater.engines.vllm.sampling import vllm_sampling
 from headwater.engines.vllm.staging import Staging
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InternalError, InvalidRequest
-from headwater.kv.connectors.vllm_naming import Naming
+from headwater.kv.connectors.vllm_naming import request_params
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import EngineRequest
@@ -231,8 +231,7 @@ class VllmEngine(ExternalEngine):
             params = kv_transfer_params(request)
         if not self._connectors.store:
             return params
-        key = request.namespace or self.own_namespace(request.adapter)
-        return Naming(key.hex(), self.info.card.fingerprint, request.tenant).request_params(params)
+        return request_params(self.naming(request), params)
 
     async def _send_structured(
         self, name: str, stream: OpenStream, tokens: "array[int]", params: dict[str, Any] | None

@@ -3,8 +3,9 @@
     KvCacheConnectorConfig(connector_module="headwater.kv.connectors.trtllm",
                            connector_scheduler_class="HeadwaterScheduler", connector_worker_class="HeadwaterWorker")
 
-The socket of `headwater kv serve` is the user's default one, or `HEADWATER_KV_SOCKET`. Written against the connector
-interface of TensorRT-LLM 1.4.
+The socket of `headwater kv serve` is the user's default one, or `HEADWATER_KV_SOCKET`. A worker of ours attaches it by
+itself and names blocks as its cluster does (`trtllm_naming`); what the worker has not named is left alone then. Written
+against the connector interface of TensorRT-LLM 1.4.
 
 TensorRT-LLM takes a promise of matched tokens for granted and has no way back. So blocks are loaded, checked and held
 in memory before they are promised; nothing can be promised that does not come. That ties loading to the leader's
@@ -13,8 +14,9 @@ left to TensorRT-LLM's own cache.
 """
 
 import logging
-from collections.abc import Sequence
+import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ from tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector import (
 from headwater.errors import ConfigError, HeadwaterError
 from headwater.kv.block import Family
 from headwater.kv.connectors.chains import RequestChain, Save, socket_path
+from headwater.kv.connectors.names import NamesTold
+from headwater.kv.connectors.naming import namespace_in
+from headwater.kv.connectors.trtllm_naming import Attached
 from headwater.kv.identity import namespace
 from headwater.kv.node.agent import StoreAgent
 from headwater.kv.node.store import Piece
@@ -61,37 +66,54 @@ class Attachment:
         self.layout = ""
         self.payload_bytes = 0
         """0 until the worker has seen the blocks."""
-        self.store = StoreAgent(socket_path(), "trtllm")
+        found = Attached.found()
+        self._names = NamesTold(Path(found.names)) if found is not None else None
+        self.store = StoreAgent(socket_path(found.socket if found is not None else None), "trtllm")
+
+    def close(self) -> None:
+        self.store.close()
+        if self._names is not None:
+            self._names.close()
 
     def describe(self, blocks: torch.Tensor) -> None:
         first = blocks[0]
         self.payload_bytes = first.numel() * first.element_size()
         self.layout = f"trtllm.{blocks.dtype}.{'x'.join(map(str, first.shape))}"
 
-    def new_chain(self, salt: str) -> RequestChain:
+    def new_chain(self, salt: str) -> RequestChain | None:
+        """None: the worker has not named it."""
+        if self._names is not None:
+            return self._named_chain(self._names, salt)
         family = Family(self.model, self.layout, salt, self.payload_bytes)
         return RequestChain(family, namespace(self.model, self.layout, salt=salt), self.block_tokens)
 
-    def chain(self, tokens: Sequence[int], salt: str) -> Piece:
-        """All full blocks of these tokens."""
-        return self.new_chain(salt).upto(tokens, len(tokens) // self.block_tokens)
+    def _named_chain(self, names: NamesTold, salt: str) -> RequestChain | None:
+        key = namespace_in(salt)
+        named = names.find(key) if key is not None else None
+        if named is None:
+            return None
+        family = named.naming.family(Family("", self.layout, "", self.payload_bytes))
+        return RequestChain(family, named.naming.key(), self.block_tokens)
 
 
 _attachments: dict[str, Attachment] = {}
+_attaching = threading.Lock()
 
 
 def _attachment(llm_args: Any) -> Attachment:
-    """One per model and process: the two halves have nothing in common but their arguments."""
-    found = _attachments.get(str(llm_args.model))
-    if found is None:
-        found = _attachments[str(llm_args.model)] = Attachment(llm_args)
-    return found
+    """One per model and process: the two halves have nothing in common but their arguments, and are made on two threads
+    at the same time."""
+    with _attaching:
+        found = _attachments.get(str(llm_args.model))
+        if found is None:
+            found = _attachments[str(llm_args.model)] = Attachment(llm_args)
+        return found
 
 
 def detach_all() -> None:
     """Let the stores go, at the end of a process that is not ended by a signal."""
     while _attachments:
-        _attachments.popitem()[1].store.close()
+        _attachments.popitem()[1].close()
 
 
 @dataclass(slots=True)
@@ -123,6 +145,8 @@ class HeadwaterScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
             return 0, False
         tokens, first = list(request.get_tokens(0)), num_computed_tokens // size
         chain = shared.new_chain(str(request.cache_salt or ""))
+        if chain is None:
+            return 0, False
         state = self._requests[request.request_id] = _Request(chain, num_saved=first)
         wanted = chain.upto(tokens, (len(tokens) - 1) // size)
         if num_computed_tokens % size or first >= wanted.num_blocks:

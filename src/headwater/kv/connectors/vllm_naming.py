@@ -1,17 +1,15 @@
-"""How a worker of ours has the store's connector in its vLLM name blocks: as its cluster does, so that routers know
-what the store has, and by the tenant that a request speaks for.
+"""The store's connector as a worker of ours attaches it to its vLLM, and how requests tell it their names.
 
-A request carries that in vLLM's `kv_transfer_params`. Clients of a vLLM of their own can send such parameters too; so
-they are believed only by a connector that was attached by a worker, which passes on none of its clients'.
+They do in vLLM's `kv_transfer_params`. Clients of a vLLM of their own can send such parameters too; so they are
+believed only by a connector that was attached by a worker, which passes on none of its clients'.
 """
 
-from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any
 
 import msgspec
 
-from headwater.kv.block import Family, Label
+from headwater.kv.connectors.naming import Naming
 
 CONNECTOR = "HeadwaterConnector"
 MODULE = "headwater.kv.connectors.vllm"
@@ -20,34 +18,17 @@ _BY_WORKER = "named_by_worker"
 _NAMING = "headwater_naming"
 
 
-class Naming(msgspec.Struct, frozen=True):
-    """Of one request."""
+def request_params(naming: Naming, others: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`others`: what else connectors are told of it, as by a ticket, which names no blocks."""
+    return {**(others or {}), _NAMING: msgspec.to_builtins(naming)}
 
-    namespace: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-    """Key under which its blocks are hashed."""
-    model: Label
-    tenant: Label
 
-    def request_params(self, others: dict[str, Any] | None = None) -> dict[str, Any]:
-        """`others`: what else connectors are told of it, as by a ticket, which names no blocks."""
-        return {**(others or {}), _NAMING: msgspec.to_builtins(self)}
-
-    @classmethod
-    def of(cls, params: dict[str, Any] | None) -> Self | None:
-        """None also for one that makes no sense: the request is computed, and vLLM goes on."""
-        try:
-            return msgspec.convert(params[_NAMING], cls) if params and _NAMING in params else None
-        except msgspec.ValidationError:
-            return None
-
-    def key(self, era: str) -> bytes:
-        """`era` tells the time before a reset of the cache from that after: then nobody but this engine knows."""
-        key = bytes.fromhex(self.namespace)
-        return blake2b(era.encode(), key=key, digest_size=len(key)).digest() if era else key
-
-    def family(self, family: Family) -> Family:
-        """That of an engine's blocks, for this request."""
-        return msgspec.structs.replace(family, model=self.model, tenant=self.tenant)
+def naming_in(params: dict[str, Any] | None) -> Naming | None:
+    """None also for one that makes no sense: the request is computed, and vLLM goes on."""
+    try:
+        return msgspec.convert(params[_NAMING], Naming) if params and _NAMING in params else None
+    except msgspec.ValidationError:
+        return None
 
 
 def store_connector(socket: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from uuid import uuid4
 from headwater.errors import HeadwaterError
 from headwater.kv.connectors.chains import RequestChain, Save, socket_path
 from headwater.kv.connectors.vllm_layout import Layout
-from headwater.kv.connectors.vllm_naming import Naming
+from headwater.kv.connectors.vllm_naming import naming_in
 from headwater.kv.connectors.vllm_parts import Parts
 from headwater.kv.node.agent import StoreAgent
 from headwater.kv.node.store import Piece
@@ -181,7 +181,7 @@ class SchedulerHalf:
     def _chain(self, request: Any) -> RequestChain | None:
         size = self._layout.block_tokens
         if self._named_by_worker:
-            naming = Naming.of(request.kv_transfer_params)
+            naming = naming_in(request.kv_transfer_params)
             family = self._parts.family("")
             return RequestChain(naming.family(family), naming.key(self._era), size) if naming is not None else None
         salt, lora = str(request.cache_salt or ""), request.lora_request

@@ -1,0 +1,38 @@
+"""The store of the host as TensorRT-LLM's KV connector, from the worker's side."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from headwater.engines.base import STORE_FLAGS
+from headwater.engines.trtllm.installed import Installed
+from headwater.errors import ConfigError
+from headwater.kv.connectors.names import NameLog
+from headwater.kv.connectors.naming import Naming, salt_of
+from headwater.kv.connectors.trtllm_naming import Attached
+
+
+class AttachedStore:
+    """To the engine that this process starts next. Raises `ConfigError` for a release that it cannot be attached to."""
+
+    def __init__(self, installed: Installed, socket: Path) -> None:
+        if not installed.takes("cache_salt"):
+            raise ConfigError(
+                f"TensorRT-LLM {installed.version} takes no cache salt, without which {STORE_FLAGS} cannot keep "
+                "tenants apart",
+                hint="leave out the KV store's flags for these workers",
+            )
+        self._folder = Path(tempfile.mkdtemp(prefix="headwater-trtllm-"))
+        names = self._folder / "names"
+        self._log = NameLog(names)
+        Attached(str(socket), str(names)).publish()
+
+    def salt(self, naming: Naming) -> str:
+        """Of a request, which its blocks are named by from now on. Every one has a salt: by that it is known."""
+        self._log.tell(naming, [naming.key()])
+        return salt_of(naming.key())
+
+    def close(self) -> None:
+        Attached.withdraw()
+        self._log.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
