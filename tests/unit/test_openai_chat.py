@@ -624,6 +624,31 @@ def test_required_tool_choice_forces_a_call(tool_model: ServedModel, stream: boo
     assert choice["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize(
+    ("others", "place"), [([], "#/properties/arguments"), ([WEATHER], "#/anyOf/0/properties/arguments")]
+)
+def test_references_in_parameters_lead_where_they_led(
+    tool_model: ServedModel, others: list[dict[str, object]], place: str
+) -> None:
+    parameters = {
+        "properties": {"tree": {"$ref": "#/$defs/Tree"}, "$ref": {"type": "string"}, "again": {"$ref": "#"}},
+        "$defs": {"Tree": {"properties": {"left": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "null"}]}}}},
+    }
+    planting = {"type": "function", "function": {"name": "plant", "parameters": parameters}}
+    api, _ = play(tool_model, chat(tools=[planting, *others], tool_choice="required"), say("{}"))
+    structured = api.dispatcher.requests[0].sampling.structured
+    assert structured is not None
+    schema = json.loads(structured.spec)
+    for name in place.split("/")[1:]:
+        schema = schema[int(name)] if name.isdigit() else schema[name]
+    assert schema["properties"] == {
+        "tree": {"$ref": f"{place}/$defs/Tree"},
+        "$ref": {"type": "string"},
+        "again": {"$ref": place},
+    }
+    assert schema["$defs"]["Tree"]["properties"]["left"]["anyOf"][0] == {"$ref": f"{place}/$defs/Tree"}
+
+
 def test_named_tool_choice_forces_the_arguments(tool_model: ServedModel) -> None:
     named = {"type": "function", "function": {"name": "get_weather"}}
     api, responder = play(tool_model, chat(tools=[WEATHER], tool_choice=named), say('{"city": "x"}'))

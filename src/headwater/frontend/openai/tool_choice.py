@@ -99,17 +99,34 @@ def _named(name: str, functions: Sequence[FunctionDefinition]) -> ToolUse:
 
 def _any_call(functions: Sequence[FunctionDefinition]) -> StructuredSpec:
     """One call of any function, name first, so that it can be passed on before it is complete."""
+    places = ["#"] if len(functions) == 1 else [f"#/anyOf/{number}" for number in range(len(functions))]
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": function.name}, "arguments": _parameters(function)},
+            "properties": {
+                "name": {"const": function.name},
+                "arguments": _moved(_parameters(function), f"{place}/properties/arguments"),
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for function in functions
+        for function, place in zip(functions, places, strict=True)
     ]
     schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     return StructuredSpec("json_schema", msgspec.json.encode(schema).decode(), "tools")
+
+
+def _moved(value: Any, place: str) -> Any:
+    """A schema that becomes part of another one: its references to places in itself lead there again."""
+    if isinstance(value, list):
+        return [_moved(item, place) for item in value]
+    if not isinstance(value, dict):
+        return value
+    moved = {name: _moved(item, place) for name, item in value.items()}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        moved["$ref"] = place + reference[1:]
+    return moved
 
 
 def _parameters(function: FunctionDefinition) -> dict[str, Any]:
