@@ -229,6 +229,11 @@ def test_bad_settings_are_refused_by_name(tmp_path: Path, flag: str) -> None:
     assert "error" in text
 
 
+def test_of_two_shares_of_a_tenant_none_wins(tmp_path: Path) -> None:
+    code, text = ask(tmp_path / "kv.sock", "serve", "--share", "acme=0.5", "--share", "acme=0.25")
+    assert (code, "--share acme=0.25: acme has 0.5 already" in text) == (2, True), text
+
+
 def test_a_table_that_is_too_small_is_said_so(tmp_path: Path) -> None:
     path = tmp_path / "kv.sock"
     command = [sys.executable, "-m", "headwater", "kv", "serve", "--socket", str(path), "--host", "16MiB"]

@@ -253,12 +253,13 @@ def free_port() -> int:
         (["--attach", "https:///v1"], "--attach https:///v1: expected something like http://"),
         (["--keys", "/no/such/keys.json"], "--keys: cannot read the keyring /no/such/keys.json: No such file"),
         (["--keys", "env:EMPTY_RING"], "--keys: env:EMPTY_RING: not a keyring: "),
+        (["--workers", "5", "--prefill", "1", "--decode", "1"], "--workers 5 does not go with --prefill 1 --decode 1"),
     ],
 )
 def test_what_no_process_could_use_is_refused_before_any_starts(
     environment: dict[str, str], flags: list[str], says: str
 ) -> None:
-    done = headwater({**environment, "EMPTY_RING": "{}"}, "serve", *FAST, *flags)
+    done = headwater({**environment, "EMPTY_RING": "{}"}, "serve", "--port", "0", *flags)
     assert done.returncode == 2
     assert f"headwater: error: {says}" in done.stderr
     assert "-0 " not in done.stderr, "no part has said anything"

@@ -13,18 +13,44 @@ from itertools import pairwise
 import msgspec
 
 from headwater.cli.flags import load_from
-from headwater.config.fields import ENVIRONMENT_PREFIX
+from headwater.config.fields import ENVIRONMENT_PREFIX, fields_of
 from headwater.config.load import LoadedConfig
 from headwater.config.words import flag_groups
+from headwater.errors import ConfigError
 
-_SAID_TWICE: Mapping[str, Mapping[str, str]] = {
-    "vllm": {"block_size": "--block-size", "max_num_seqs": "--max-num-seqs"},
-    "sglang": {"block_size": "--page-size", "max_num_seqs": "--max-running-requests"},
-    "trtllm": {"block_size": "--kv-cache-config.tokens-per-block", "max_num_seqs": "--max-batch-size"},
+_THEIRS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "vllm": {
+        "block_size": ("--block-size",),
+        "max_num_seqs": ("--max-num-seqs",),
+        "max_model_len": ("--max-model-len",),
+        "max_num_batched_tokens": ("--max-num-batched-tokens",),
+        "num_kv_blocks": ("--num-gpu-blocks-override",),
+        "kv_cache_memory": ("--kv-cache-memory-bytes",),
+        "tensor_parallel_size": ("--tensor-parallel-size", "-tp"),
+    },
+    "sglang": {
+        "block_size": ("--page-size",),
+        "max_num_seqs": ("--max-running-requests",),
+        "max_model_len": ("--context-length",),
+        "max_num_batched_tokens": ("--chunked-prefill-size",),
+        "num_kv_blocks": ("--max-total-tokens",),
+        "tensor_parallel_size": ("--tensor-parallel-size", "--tp-size", "--tp"),
+    },
+    "trtllm": {
+        "block_size": ("--kv-cache-config.tokens-per-block",),
+        "max_num_seqs": ("--max-batch-size",),
+        "max_model_len": ("--max-seq-len",),
+        "max_num_batched_tokens": ("--max-num-tokens",),
+        "num_kv_blocks": ("--kv-cache-config.max-tokens",),
+        "kv_cache_memory": ("--kv-cache-config.max-gpu-total-bytes",),
+        "tensor_parallel_size": ("--tensor-parallel-size", "--tp-size"),
+    },
 }
-"""By engine. Ours have a default that is not the engine's: what was said must reach the engine even if it is equal."""
+"""By engine: what it calls some of ours."""
+_TOLD = ("block_size", "max_num_seqs")
+"""Ours have a default that is not the engine's: what was said must reach the engine even if it is equal."""
 
-ENGINES_WITH_FLAGS = tuple(_SAID_TWICE)
+ENGINES_WITH_FLAGS = tuple(_THEIRS)
 
 _ATTRIBUTE = "engine_words"
 
@@ -69,15 +95,25 @@ def take_engine_words(
 
 
 def config_from(args: argparse.Namespace) -> LoadedConfig:
-    """As `load_from`, with what the engine's own command line is to be told."""
+    """As `load_from`, with what the engine's own command line is to be told. Raises `ConfigError` for what was said in
+    our words and in the engine's."""
     loaded = load_from(args)
     engine = loaded.config.engine
     if engine.engine not in ENGINES_WITH_FLAGS:
         return loaded
     words = [*engine.engine_args, *getattr(args, _ATTRIBUTE, [])]
-    for name, flag in _SAID_TWICE[engine.engine].items():
-        if loaded.origins[f"engine.{name}"].layer != "default":
-            words += [flag, str(getattr(engine, name))]
+    said = {word.partition("=")[0].replace("_", "-"): word for word in words if word.startswith("-")}
+    for name, theirs in _THEIRS[engine.engine].items():
+        if loaded.origins[f"engine.{name}"].layer == "default":
+            continue
+        if twice := said.keys() & theirs:
+            ours = fields_of()[name].flag
+            raise ConfigError(
+                f"{ours} {getattr(engine, name)} and {said[min(twice)]}, which {engine.engine} is given, say the same",
+                hint="say it once",
+            )
+        if name in _TOLD:
+            words += [theirs[0], str(getattr(engine, name))]
     engine = msgspec.structs.replace(engine, engine_args=tuple(words))
     return LoadedConfig(msgspec.structs.replace(loaded.config, engine=engine), loaded.origins)
 

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -136,7 +136,7 @@ def _add_socket(parser: argparse.ArgumentParser) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     configure_logging(RuntimeConfig(log_level=args.log_level), "kv")
-    shares = dict(args.share)
+    shares = _shares(args.share)
     rules = Rules(ttl_s=args.ttl or None)
 
     def tier(cap_bytes: int) -> TierOptions:
@@ -366,6 +366,17 @@ def _address(text: str) -> Address:
         return parse_address(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(error.message) from error
+
+
+def _shares(given: Sequence[tuple[str, float]]) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    for tenant, fraction in given:
+        if tenant in shares:
+            raise ConfigError(
+                f"--share {tenant}={fraction:g}: {tenant or 'who is not named'} has {shares[tenant]:g} already"
+            )
+        shares[tenant] = fraction
+    return shares
 
 
 def _share(text: str) -> tuple[str, float]:

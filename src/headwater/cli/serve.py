@@ -21,6 +21,7 @@ from headwater.cli.flags import GRAPH, add_config_flags, add_model
 from headwater.cli.http import Server
 from headwater.cli.log_writer import LogWriter
 from headwater.cli.serve_display import ServeDisplay, prefix, print_ready
+from headwater.config.conflicts import check_graph
 from headwater.config.fields import secrets_of, sections_of
 from headwater.config.schema import KvConfig, ServeConfig
 from headwater.config.units import about_bytes
@@ -56,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
-    config = config_from(args).config
+    loaded = config_from(args)
+    check_graph(loaded)
+    config = loaded.config
     with ExitStack() as held:
         port = held.enter_context(reserved_port(config.frontend.host, config.frontend.port))
         folder = held.enter_context(cluster_folder())

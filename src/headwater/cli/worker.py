@@ -6,6 +6,7 @@ import msgspec
 
 from headwater.cli.engine_flags import config_from
 from headwater.cli.flags import add_config_flags, add_model
+from headwater.config.conflicts import check_worker
 from headwater.config.fields import secrets_of
 from headwater.logs import configure_logging
 from headwater.worker.process import worker_main
@@ -17,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = config_from(args).config
+    loaded = config_from(args)
+    check_worker(loaded)
+    config = loaded.config
     configure_logging(config.runtime, "worker", secrets=secrets_of(config))
     # A graph's pools are for its supervisor to fill: this one is what `--role` says.
     config = msgspec.structs.replace(config, prefill=0, decode=0)

@@ -40,7 +40,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Annotated[Positive | None, _doc("Longest context in tokens; none: the model's own.")] = None
     block_size: Annotated[Positive, _doc("Tokens per KV block.")] = 16
     kv_cache_memory: Annotated[Bytes | None, _doc("Bytes of KV storage; none: chosen from free memory.")] = None
-    num_kv_blocks: Annotated[Positive | None, _doc("Number of KV blocks; overrides --kv-cache-memory.")] = None
+    num_kv_blocks: Annotated[Positive | None, _doc("Number of KV blocks, instead of --kv-cache-memory.")] = None
     max_num_seqs: Annotated[Positive, _doc("Sequences running at once.")] = 64
     max_num_batched_tokens: Annotated[Positive | None, _doc("Tokens per step; none: chosen for the device.")] = None
     max_waiting: Annotated[Count, _doc("Sequences waiting at one worker before it answers `overloaded`.")] = 1024
@@ -240,7 +240,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     faults: FaultsConfig = FaultsConfig()
     disaggregation: DisaggConfig = DisaggConfig()
     kv: KvConfig = KvConfig()
-    workers: Annotated[Positive, _doc("Worker processes.")] = 1
+    workers: Annotated[Positive, _doc("Worker processes, unless pools or --attach say how many.")] = 1
     prefill: Annotated[Count, _doc("Workers that only prefill; with --decode, instead of --workers.")] = 0
     decode: Annotated[Count, _doc("Workers that decode, and prefill what does not go to prefill workers.")] = 0
     frontends: Annotated[Positive, _doc("Frontend processes sharing the port.")] = 1

@@ -88,5 +88,7 @@ def _named(flag: str, given: Sequence[str]) -> dict[str, float]:
             value = 0.0
         if not name or not math.isfinite(value) or value <= 0:
             raise ConfigError(f"{flag} {text}: expected a name, an equals sign and a number above 0, as in a=2")
+        if name in values:
+            raise ConfigError(f"{flag} {text}: {name} has {values[name]:g} already")
         values[name] = value
     return values
