@@ -16,11 +16,12 @@ from pathlib import Path
 import httptools
 
 from headwater.frontend.http.base import HttpRequest, Responder
-from headwater.runtime.endpoints import ensure_private
+from headwater.runtime.endpoints import ensure_private, is_settled, remove_dead_sockets
 
 logger = logging.getLogger(__name__)
 
 NOT_KEPT = 421
+_PREFIX = "frontends-"
 _NOT_FROM_THERE = frozenset((NOT_KEPT, 401, 403))
 """Who has not read yet of a key that holds here keeps no answer of it either."""
 _CLIENT = b"x-headwater-client"
@@ -36,7 +37,7 @@ _NOT_PASSED_ON = _OURS_TO_SAY | {b"expect", _CLIENT}
 
 def folder_for(run_folder: Path, registry_url: str) -> Path:
     """Where frontends of a cluster meet."""
-    return run_folder / f"frontends-{hashlib.blake2b(registry_url.encode(), digest_size=4).hexdigest()}"
+    return run_folder / f"{_PREFIX}{hashlib.blake2b(registry_url.encode(), digest_size=4).hexdigest()}"
 
 
 class Neighbours:
@@ -47,7 +48,11 @@ class Neighbours:
         self._own = folder / f"{name[-24:]}.sock"
 
     def listen(self) -> socket.socket:
-        """A socket for others. Raises `ConfigError` for a folder that is not ours alone, and `OSError`."""
+        """A socket for others. Raises `ConfigError` for a folder that is not ours alone, and `OSError`.
+
+        What frontends of other clusters left when they were killed goes: no frontend comes there again.
+        """
+        _remove_left_behind(self._folder.parent)
         ensure_private(self._folder)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -80,6 +85,15 @@ class Neighbours:
         with contextlib.suppress(OSError):
             return sorted(path for path in self._folder.glob("*.sock") if path != self._own)[:_MOST]
         return []
+
+
+def _remove_left_behind(run_folder: Path) -> None:
+    for folder in run_folder.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            settled = is_settled(folder.lstat().st_mtime)
+            remove_dead_sockets(folder)
+            if settled:
+                folder.rmdir()
 
 
 def accept_from_neighbour(request: HttpRequest) -> None:

@@ -57,16 +57,8 @@ class IpcEndpoints:
 
     def new(self, purpose: str) -> str:
         ensure_private(self._folder)
-        self._remove_stale()
+        remove_dead_sockets(self._folder)
         return f"ipc://{self._folder}/{purpose}-{secrets.token_hex(4)}"
-
-    def _remove_stale(self) -> None:
-        for path in self._folder.iterdir():
-            with contextlib.suppress(OSError):
-                found = path.lstat()
-                old = time.time() - found.st_mtime > _STALE_AFTER_S
-                if stat.S_ISSOCK(found.st_mode) and old and not _listens(path):
-                    path.unlink()
 
 
 class TcpEndpoints:
@@ -106,6 +98,20 @@ def unlink_ipc(address: str) -> None:
     if address.startswith("ipc://"):
         with contextlib.suppress(OSError):
             os.unlink(split_key(address)[0].removeprefix("ipc://"))
+
+
+def remove_dead_sockets(folder: Path) -> None:
+    """Those on which nobody listens, but for new ones: they may be about to be listened on."""
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            if stat.S_ISSOCK(found.st_mode) and is_settled(found.st_mtime) and not _listens(path):
+                path.unlink()
+
+
+def is_settled(modified: float) -> bool:
+    """Whether whoever made a file or folder at that time has had the time to take it into use."""
+    return time.time() - modified > _STALE_AFTER_S
 
 
 def _listens(path: Path) -> bool:

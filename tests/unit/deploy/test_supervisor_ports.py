@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from headwater.deploy import clusters
 from headwater.deploy.clusters import ClusterRecord, cluster_folder, running_clusters
 from headwater.deploy.ports import base_url, connectable, reserved_port
 from headwater.errors import ConfigError
+from headwater.runtime.endpoints import default_run_folder
 
 
 def listener(port: int = 0, *, share: bool) -> socket.socket:
@@ -58,9 +58,8 @@ def test_where_a_listener_is_reached() -> None:
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "run"
-    monkeypatch.setattr(clusters, "default_run_folder", lambda: folder)
-    return folder
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return default_run_folder()
 
 
 def test_a_running_cluster_is_found_until_it_ends(base: Path) -> None:

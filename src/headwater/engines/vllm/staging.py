@@ -6,11 +6,8 @@ event loop.
 """
 
 import asyncio
-import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +25,7 @@ from headwater.kv.connectors.vllm_staging import (
     StagingAddress,
     decode_news,
 )
+from headwater.runtime.owned_folder import OwnedFolder
 from headwater.transfer.memory import allocate
 
 _REGISTER_S = 10.0
@@ -45,8 +43,8 @@ class Staging:
         self.num_ranks = 0
         self.on_news: Callable[[Exported | Ended], None] | None = None
         self._free: list[int] = []
-        self._folder = Path(tempfile.mkdtemp(prefix="headwater-vllm-kv-"))
-        self._path = str(self._folder / "news")
+        self._folder = OwnedFolder("vllm-kv-")
+        self._path = str(self._folder.path / "news")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(self._path)
         self._loop = asyncio.get_running_loop()
@@ -107,7 +105,7 @@ class Staging:
         self._loop.remove_reader(self._socket)
         self._socket.close()
         self.buffer.release()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     def _read(self) -> None:
         for _ in range(_MAX_READ):
