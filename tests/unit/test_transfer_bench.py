@@ -1,6 +1,7 @@
 """`headwater transfer bench`: rows for what works, reasons for what does not."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,24 @@ def test_json_and_what_does_not_work_here(capsys: pytest.CaptureFixture[str]) ->
 def test_nothing_to_move_is_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["transfer", "bench", flag, value]) == 2
     assert "at least 1" in capsys.readouterr().err
+
+
+def test_sealing_without_its_library_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["transfer", "bench", "--backend", "tcp", "--encrypt", *SMALL]) == 2
+    assert "pip install headwater[secure]" in capsys.readouterr().err
+
+
+def test_a_target_that_is_killed_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with running(Case("file", 4096, 4, region_bytes=1 << 20)) as (agent, target):
+        mine = agent.register(bytearray(4096), block_bytes=4096)
+        agent.read(mine.blocks([0]), target.blocks([3])).run()
+        target.process.kill()
+        target.process.wait(10)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_batch_that_does_not_fit_gets_a_larger_region() -> None:

@@ -103,13 +103,14 @@ class Target:
 def running(case: Case) -> Iterator[tuple[Agent, Target]]:
     """Both ends of a case."""
     key = secrets.token_bytes(32)
+    options = AgentOptions(key=key, backends=(case.backend,), encrypt=case.encrypt)
     num_bytes = _region_bytes(case)
     kind = {"file": "file", "shm": "shared"}.get(case.backend, "memory")
     target = Target(
         Settings("target", key.hex(), [case.backend], num_bytes, case.block_bytes, kind, encrypt=case.encrypt)
     )
     try:
-        with Agent("bench", AgentOptions(key=key, backends=(case.backend,), encrypt=case.encrypt)) as agent:
+        with Agent("bench", options) as agent:
             agent.add_peer(target.card)
             yield agent, target
     finally:

@@ -44,21 +44,22 @@ def serve(source: TextIO, sink: TextIO) -> None:
         peer_timeout_s=settings.peer_timeout_s,
         encrypt=settings.encrypt,
     )
-    with tempfile.TemporaryDirectory(prefix="headwater-target-") as folder, Agent(settings.name, options) as agent:
-        region = _region(agent, settings, Path(folder))
+    with Agent(settings.name, options) as agent:
+        region = _region(agent, settings)
         first = region.blocks([0])
         _say(sink, card=agent.card().hex(), first=msgspec.msgpack.encode(first).hex())
         for _ in source:
             _say(sink, cpu_s=time.process_time())
 
 
-def _region(agent: Agent, settings: Settings, folder: Path) -> Region:
+def _region(agent: Agent, settings: Settings) -> Region:
     pattern = bytes(range(1, 252))
     data = (pattern * (settings.num_bytes // len(pattern) + 1))[: settings.num_bytes]
     if settings.kind == "file":
-        path = folder / "region"
-        path.write_bytes(data)
-        return agent.register(path, block_bytes=settings.block_bytes)
+        with tempfile.NamedTemporaryFile(prefix="headwater-target-") as file:
+            file.write(data)
+            file.flush()
+            return agent.register(Path(file.name), block_bytes=settings.block_bytes)  # which keeps it open
     if settings.kind == "memory":
         return agent.register(bytearray(data), block_bytes=settings.block_bytes)
     region = agent.allocate(settings.num_bytes, block_bytes=settings.block_bytes)
