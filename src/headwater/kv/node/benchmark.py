@@ -22,6 +22,7 @@ from headwater.clock import RealClock
 from headwater.errors import StoreError
 from headwater.kv.block import ROOT, Block, Family
 from headwater.kv.checksum import checksum
+from headwater.kv.lifecycle import Rules
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.store import PIECE_BYTES, Piece
 from headwater.kv.stores.disk import DiskOptions, DiskTier
@@ -33,6 +34,7 @@ from headwater.transfer.memory import address_of, allocate
 T = TypeVar("T")
 
 _START_S = 30.0
+_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +150,8 @@ async def measure_host(path: Path, buffers: Buffers, rounds: int) -> list[Row]:
 
 async def measure_disk(folder: Path, buffers: Buffers, rounds: int, *, direct: bool) -> list[Row]:
     """The tier beside the same number of threads that write and read a file of their own, unchecked."""
-    tier = DiskTier(
-        DiskOptions(folder / "tier", TierOptions(2 * buffers.num_bytes + (8 << 20), min_block_bytes=4096), direct),
-        RealClock(),
-    )
+    options = TierOptions(_disk_bytes(buffers), min_block_bytes=4096)
+    tier = DiskTier(DiskOptions(folder / "tier", options, direct), RealClock())
     fd = os.open(folder / "plain", os.O_RDWR | os.O_CREAT)
     os.posix_fallocate(fd, 0, buffers.num_bytes)
     direct_fd = os.open(folder / "plain", os.O_RDWR | os.O_DIRECT) if direct else -1
@@ -244,9 +244,15 @@ def _parts(buffers: Buffers) -> list[slice]:
     return [slice(at, min(at + step, buffers.num_blocks)) for at in range(0, buffers.num_blocks, step)]
 
 
+def _disk_bytes(buffers: Buffers) -> int:
+    """Room for two rounds, and enough of it that what is written at once is the part that a tier takes in at a time."""
+    at_once = _AT_ONCE * max(PIECE_BYTES, buffers.block_bytes)
+    return 2 * buffers.num_bytes + int(at_once / Rules().max_reserved) + (8 << 20)
+
+
 async def _at_once(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """At most four under way, as in service."""
-    turns = asyncio.Semaphore(4)
+    """A few under way, as in service."""
+    turns = asyncio.Semaphore(_AT_ONCE)
 
     async def one(call: Awaitable[T]) -> T:
         async with turns:
