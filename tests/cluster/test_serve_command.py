@@ -253,6 +253,7 @@ def free_port() -> int:
         (["--attach", "https:///v1"], "--attach https:///v1: expected something like http://"),
         (["--keys", "/no/such/keys.json"], "--keys: cannot read the keyring /no/such/keys.json: No such file"),
         (["--keys", "env:EMPTY_RING"], "--keys: env:EMPTY_RING: not a keyring: "),
+        (["--keys", "command:no-such-program x"], "--keys: there is no program no-such-program to print the keyring"),
         (["--workers", "5", "--prefill", "1", "--decode", "1"], "--workers 5 does not go with --prefill 1 --decode 1"),
     ],
 )
@@ -263,6 +264,20 @@ def test_what_no_process_could_use_is_refused_before_any_starts(
     assert done.returncode == 2
     assert f"headwater: error: {says}" in done.stderr
     assert "-0 " not in done.stderr, "no part has said anything"
+
+
+def test_a_program_that_prints_keys_is_run_once(environment: dict[str, str], tmp_path: Path) -> None:
+    runs, ring = tmp_path / "runs", tmp_path / "keys.json"
+    assert headwater(environment, "keys", "create", "--keys", str(ring), "--tenant", "acme").returncode == 0
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho run >> {runs}\ncat {ring}\n")
+    program.chmod(0o700)
+    with serve(environment, *FAST, "--keys", f"command:{program}") as running:
+        running.until(lambda: "try it:" in running.out)
+        assert runs.read_text() == "run\n"
+        assert running.end() == 0
+    failed = headwater(environment, "serve", *FAST, "--keys", "command:false")
+    assert (failed.returncode, "--keys: command:false gives no keyring" in failed.stderr) == (2, True), failed.stderr
 
 
 @pytest.mark.parametrize("part", ["frontend", "worker"])

@@ -10,6 +10,7 @@ cannot be read, or is no keyring, raises `ConfigError`.
 
 import os
 import shlex
+import shutil
 import stat
 import subprocess
 from pathlib import Path
@@ -94,6 +95,8 @@ class CommandSource:
             raise ConfigError(f"the command cannot be read: {error}") from error
         if not self._words:
             raise ConfigError("the command names no program")
+        if shutil.which(self._words[0]) is None:
+            raise ConfigError(f"there is no program {self._words[0]} to print the keyring")
         self.name = f"command:{self._words[0]}"
 
     def changed(self) -> bool:

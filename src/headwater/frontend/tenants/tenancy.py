@@ -19,7 +19,7 @@ from headwater.frontend.tenants.keyring import Keyring
 from headwater.frontend.tenants.ledger import Ledger, MemoryLedger, SqliteLedger, ledger_beside
 from headwater.frontend.tenants.line_log import LineLog
 from headwater.frontend.tenants.meter import Meter
-from headwater.frontend.tenants.source import FileSource, KeySource, open_source
+from headwater.frontend.tenants.source import CommandSource, FileSource, KeySource, open_source
 from headwater.frontend.tenants.watch import KeyringWatch, read_keyring
 from headwater.runtime.loopback import is_loopback
 
@@ -40,8 +40,10 @@ def check_public(config: ServeConfig) -> None:
 
 
 def check_keyring(config: FrontendConfig) -> None:
-    """Raises `ConfigError` for a keyring that a frontend would not begin with."""
-    _check_account(config, *_open_keyring(config))
+    """Raises `ConfigError` for a keyring that a frontend would not begin with. The program that prints one is for
+    frontends alone to run: it may be slow, be counted, or say something once."""
+    if config.keys is None or not isinstance(_open_source(config.keys), CommandSource):
+        _check_account(config, *_open_keyring(config))
 
 
 class Tenancy:
@@ -147,9 +149,20 @@ class _Weights(Mapping[str, float]):
 def _open_keyring(config: FrontendConfig) -> tuple[KeySource | None, Keyring]:
     if config.keys is None:
         return None, Keyring.empty()
-    try:
-        source = open_source(config.keys)
+    source = _open_source(config.keys)
+    with _about_keys():
         return source, read_keyring(source)
+
+
+def _open_source(keys: str) -> KeySource:
+    with _about_keys():
+        return open_source(keys)
+
+
+@contextlib.contextmanager
+def _about_keys() -> Iterator[None]:
+    try:
+        yield
     except ConfigError as error:
         raise ConfigError(f"--keys: {error.message}", hint=error.hint) from error
 
