@@ -32,6 +32,10 @@ class HiCacheStorage(ABC):
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host
 
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Every pool of the group, that of KV pages among them."""
+        self.registered_pools = {**getattr(self, "registered_pools", {}), host_pool_name: host_pool}
+
     @abstractmethod
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any: ...
 
@@ -92,9 +96,11 @@ class HostPool:
 class HiCacheController:
     """The order of calls of SGLang's controller with `interface_v1`, and without."""
 
-    def __init__(self, storage: Any, pool: HostPool) -> None:
+    def __init__(self, storage: Any, pool: HostPool, pools: tuple[str, ...] = ("kv",)) -> None:
         self.storage, self.pool = storage, pool
         storage.register_mem_pool_host(pool)
+        for name in pools:
+            storage.register_mem_host_pool_v2(pool, name)
 
     def backup(self, keys: list[str], indices: torch.Tensor, prefix_keys: list[str] | None = None) -> int:
         """Pages written."""

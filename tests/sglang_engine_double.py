@@ -7,6 +7,7 @@ be aborted once it is known, and all that begin with it are.
 import argparse
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,9 +16,11 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from engine_doubles import install
+from engine_doubles import HiCacheStorage, install
 from headwater.config.schema import EngineConfig
+from headwater.protocol.events import WorkerEvent
 from sglang_double import VERSION, GenerateBody, Lives, Publisher, SamplingBody
+from sglang_hicache import HiCache
 
 
 @dataclass
@@ -48,6 +51,14 @@ class ServerArgs:
     dp_size: int = 1
     lora_paths: list[str] | None = None
     host: str = "127.0.0.1"
+    enable_hierarchical_cache: bool = False
+    hicache_ratio: float | None = None
+    hicache_storage_backend: str | None = None
+    hicache_storage_backend_extra_config: str | None = None
+    enable_unified_cache_external_linker: bool = False
+    speculative_algorithm: str | None = None
+    kv_cache_dtype: str = "auto"
+    quantization: str | None = None
     resolved: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -68,7 +79,15 @@ class ServerArgs:
         parser.add_argument("--mem-fraction-static", type=float)
         parser.add_argument("--kv-events-config")
         parser.add_argument("--lora-paths", nargs="*")
+        parser.add_argument("--hicache-ratio", type=float)
+        parser.add_argument("--hicache-storage-backend", choices=["file", "mooncake", "dynamic"])
+        parser.add_argument("--hicache-storage-backend-extra-config")
+        parser.add_argument("--speculative-algorithm")
+        parser.add_argument("--kv-cache-dtype", default="auto")
+        parser.add_argument("--quantization")
+        parser.add_argument("--enable-hierarchical-cache", "--enable-hicache", action="store_true")
         for flag in (
+            "enable-unified-cache-external-linker",
             "disable-radix-cache",
             "incremental-streaming-output",
             "enable-deterministic-inference",
@@ -137,6 +156,11 @@ class Engine(Lives):
         self.loop.run_until_complete(self.begin())
         self.tokenizer_manager = TokenizerManager(self, self._config)
         self.down = False
+        self.hicache = (
+            HiCache(args.page_size, json.loads(args.hicache_storage_backend_extra_config or "{}"), args.tp_size)
+            if args.enable_hierarchical_cache
+            else None
+        )
         Engine.made.append(self)
 
     async def async_generate(
@@ -175,8 +199,22 @@ class Engine(Lives):
 
     async def _tokenized(self, body: GenerateBody) -> AsyncIterator[dict[str, Any]]:
         await asyncio.sleep(0.001)  # its name is not known before
+        if self.hicache is not None:
+            await asyncio.to_thread(self.hicache.prefetch, body.input_ids, body.cache_salt)
+        answer: list[int] = []
         async for chunk in self.generate(body):
+            answer += chunk["output_ids"]
             yield chunk
+        if self.hicache is not None:
+            # The KV of the last token is not computed.
+            await asyncio.to_thread(self.hicache.backup, body.input_ids, answer[:-1], body.cache_salt)
+
+    def _in_its_words(self, event: WorkerEvent) -> list[dict[str, Any]]:
+        """HiCache has all in its own host memory too, until it goes there as well."""
+        told = super()._in_its_words(event)
+        if not self.server_args.enable_hierarchical_cache:
+            return told
+        return [*told, *({**word, "medium": "CPU_PINNED"} for word in told)]
 
     def get_server_info(self) -> dict[str, Any]:
         async def state() -> list[dict[str, Any]]:
@@ -196,6 +234,8 @@ class Engine(Lives):
         self.loop.run_until_complete(self.end())
         if self._publisher is not None:
             self._publisher.close()
+        if self.hicache is not None:
+            self.hicache.close()
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, mocker: EngineConfig, version: str = VERSION) -> None:
@@ -204,4 +244,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, mocker: EngineConfig, version: st
     monkeypatch.setattr(Engine, "made", [])
     install(monkeypatch, "sglang.srt.server_args", ServerArgs=ServerArgs)
     install(monkeypatch, "sglang.srt.entrypoints.engine", Engine=Engine)
+    install(monkeypatch, "sglang.srt.mem_cache.hicache_storage", HiCacheStorage=HiCacheStorage)
+    monkeypatch.setitem(sys.modules, "headwater.kv.connectors.sglang", None)
+    monkeypatch.delitem(sys.modules, "headwater.kv.connectors.sglang")
     monkeypatch.setattr("headwater.engines.sglang.installed.version", lambda name: version)

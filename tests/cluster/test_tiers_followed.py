@@ -8,21 +8,20 @@ from pathlib import Path
 import msgspec
 import pytest
 from handoff_bench import Member, prompt_of, request, workers
+from told import counted_on, told
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo, EngineListener, ProgressSink
 from headwater.engines.mocker.engine import MockerEngine
 from headwater.kv.block import ROOT, Family
 from headwater.kv.identity import chain_block_ids, namespace
-from headwater.kv.index import block_keys
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.store import Piece
 from headwater.kv.pricing import ComputeRate
-from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored
-from headwater.router.residency import Residency
+from headwater.protocol.events import BlocksCleared
 from headwater.runtime.conformance import eventually, run_leak_checked
 from headwater.tiers import followed
-from headwater.types import Tier, WorkerId
+from headwater.types import Tier
 from kv_process import client_of, store_process
 
 PAYLOAD = 4096
@@ -55,18 +54,7 @@ CHAIN = Piece(Family("print", "layout", "acme", PAYLOAD), chain_block_ids(KEY, A
 
 def saved(worker: Member, tier: Tier | None = None) -> int:
     """Prompt tokens that a router counts on at this worker, or blocks in one tier, from all that it was told."""
-    known = Residency(10_000)
-    known.add_worker("w")
-    if worker.snapshots:
-        known.rebuild("w", worker.snapshots[-1].stored)
-    for batch in worker.batches:
-        for event in batch.events:
-            if isinstance(event, BlocksStored | BlocksRemoved | BlocksCleared):
-                known.apply("w", event)
-    keys = block_keys(CHAIN.ids)
-    if tier is not None:
-        return known.index.match(keys, tier).get(WorkerId("w"), 0)
-    return known.cached_tokens(keys, 16, len(PROMPT)).get("w", 0)
+    return told(worker, CHAIN.ids, tier) if tier is not None else counted_on(worker, CHAIN.ids, len(PROMPT))
 
 
 async def offered(client: StoreClient, chain: Piece) -> None:
