@@ -177,8 +177,8 @@ def test_a_worker_that_vanishes_leaves_nothing_behind(tmp_path: Path) -> None:
             node.host.reserve(1, second.family, second.blocks())
             node.host.lease(1, run.family, run.ids)
             assert node.host.ledger.space.used_bytes > used
-            assert client._connection is not None
-            client._connection.close()
+            assert client._link.connection is not None
+            client._link.connection.close()
             await eventually(lambda: node.host.ledger.space.used_bytes == used, "its reservations are freed")
             assert await load(other, run) == 10
             assert await other.offer(second, payloads(second)) == 10
@@ -346,7 +346,7 @@ def test_what_was_read_after_its_lease_ran_out_does_not_count(tmp_path: Path) ->
                 node.host.ledger.expire(float("inf"))
                 return arrived
 
-            client._families.clear()  # so that it asks for a lease
+            client._link.families.clear()  # so that it asks for a lease
             client._on_thread = late  # type: ignore[assignment, method-assign]
             assert await client.load(run, buffers(10, SIZE), timeout_s=1.0) == 0
 
@@ -545,15 +545,15 @@ def test_a_place_that_was_given_to_another_block_meanwhile_is_noticed(tmp_path: 
             client = await node.client()
             before, after = piece("before", 10), piece("after", 10)
             await client.offer(before, payloads(before))
-            assert client._pool is not None
-            stale = [memoryview(bytearray(view)) for view in (client._pool.records, client._pool.index)]
+            assert client._link.pool is not None
+            stale = [memoryview(bytearray(view)) for view in (client._link.pool.records, client._link.pool.index)]
             await client.remove(before.ids)
             assert await client.offer(after, payloads(after)) == 10
-            present, client._table = client._table, BlockTable(*stale)
+            present, client._link.table = client._link.table, BlockTable(*stale)
             assert client.num_in_host(before.ids) == 10, "as a reader sees it who looked just before"
             assert await load(client, before) == 0
             assert client.num_damaged == 0
-            client._table = present
+            client._link.table = present
             assert await load(client, after) == 10
 
     run_leak_checked(check())

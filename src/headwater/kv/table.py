@@ -96,6 +96,25 @@ class BlockTable:
             return None
         return Record(Block(block_id, parent, position, checksum), offset, payload_bytes, stored_at_s, family)
 
+    def payloads(self, ids: bytes, family: int, size: int, oldest_s: float) -> tuple[list[int], list[int]] | None:
+        """Offsets and checksums of the payloads of all these joined ids; None unless all are here, of that family and
+        size, and stored since then."""
+        offsets: list[int] = []
+        checksums: list[int] = []
+        records, unpack = self._records, _RECORD.unpack_from
+        for number in self.find_all(ids):
+            if number < 0:
+                return None
+            _, _, checksum, offset, payload_bytes, _, stored_at_s, its_family, state = unpack(
+                records, number * RECORD_BYTES
+            )
+            alike = its_family == family and payload_bytes == size
+            if state != _COMMITTED or not alike or stored_at_s < oldest_s:
+                return None
+            offsets.append(offset)
+            checksums.append(checksum)
+        return offsets, checksums
+
     def offset_of(self, record: int) -> int:
         return int(_OFFSET.unpack_from(self._records, record * RECORD_BYTES + _OFFSET_AT)[0])
 

@@ -18,8 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import uvloop
+
 from headwater.errors import StoreClosed
-from headwater.kv.node.client import OnArrived, OnEvents, Part, StoreClient
+from headwater.kv.node.client import OnArrived, Part, StoreClient
+from headwater.kv.node.link import OnEvents
 from headwater.kv.node.store import Piece
 from headwater.kv.pricing import TierRun
 
@@ -35,7 +38,7 @@ class StoreAgent:
     def __init__(self, path: Path, name: str, *, patience_s: float = 2.0, on_events: OnEvents | None = None) -> None:
         """Waits up to `patience_s` for the store; without one, nothing is found until it comes. `on_events` is told on
         the agent's thread."""
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kv-agent", daemon=True)
         self._thread.start()
         self.client = self._call(_started(path, name, on_events, patience_s)).result(patience_s + _CLOSE_S)

@@ -14,7 +14,6 @@ so the event loop and the engine go on; buffers must stay as they are until the 
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,31 +23,24 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from headwater.errors import HeadwaterError, StoreClosed, StoreError
+from headwater.errors import HeadwaterError, StoreError
 from headwater.kv.block import Family
-from headwater.kv.families import MAX_FAMILIES
+from headwater.kv.identity import split_block_ids
 from headwater.kv.node import wire
-from headwater.kv.node.connection import Connection, Greeted, greet
-from headwater.kv.node.copies import called_off, copy_in, copy_out, num_copiers, shared_places
+from headwater.kv.node.copies import called_off, copy_in, copy_out, num_copiers
+from headwater.kv.node.link import A, Link, OnEvents
 from headwater.kv.node.store import Piece, pieces_of
 from headwater.kv.pricing import ComputeRate, Curiosity, LoadPlan, PrefillMs, TierRun, plan_load
 from headwater.kv.stores.finishing import finished
-from headwater.kv.stores.shared_pool import SharedPool
-from headwater.kv.table import BlockTable
-from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored
 from headwater.types import Tier
 
 logger = logging.getLogger(__name__)
 
-OnEvents = Callable[[Sequence[BlocksStored | BlocksRemoved | BlocksCleared]], None]
 OnArrived = Callable[[int], None]
 Part = tuple[Piece, Sequence[memoryview]]
 """A chain, and a buffer for each of its blocks."""
-A = TypeVar("A", bound=wire.Answer)
 R = TypeVar("R")
 
-_GREET_TIMEOUT_S = 5.0
-_ANSWER_TIMEOUT_S = 10.0
 _PIECES_AT_ONCE = 3
 """One is leased or reserved, one copied, one released or committed."""
 _PARTS_AT_ONCE = 8
@@ -56,8 +48,6 @@ _PARTS_AT_ONCE = 8
 _MAX_PIECE_BYTES = 32 << 20
 _PIECES_PER_POOL = 24
 _TRIAL_S = 30.0
-_FIRST_PAUSE_S = 0.1
-_MOST_PAUSE_S = 5.0
 
 
 class StoreClient:
@@ -75,53 +65,48 @@ class StoreClient:
         """`num_threads` copy; 0: one, or two where there are processors to spare. `on_events` is told, on the event
         loop, what is resident in the node's tiers, and all of it again after a reconnection; on a lost connection it is
         told that all tiers are cleared."""
-        self._path, self._name, self._on_events = path, name, on_events
+        self._link = Link(path, name, on_events)
         self._threads = ThreadPoolExecutor(num_threads or num_copiers(), thread_name_prefix="kv-copy")
         self._max_offered_bytes = max_offered_bytes
         self._offered_bytes = 0
         self._parts_at_once = asyncio.Semaphore(_PARTS_AT_ONCE)
-        self._connection: Connection | None = None
-        self._pool: SharedPool | None = None
-        self._table: BlockTable | None = None
-        self._ttl_s = float("inf")
-        self._families: dict[Family, int] = {}
-        """Their numbers in the shared table, as far as they are known here."""
-        self._keeper: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._curiosity = Curiosity()
         self._trial: asyncio.Task[None] | None = None
-        self._connected = asyncio.Event()
-        self.num_connections = 0
-        """Since the start: with each the store may be another one."""
         self.num_offers_dropped = 0
         """Blocks that were not even tried because too much was under way."""
         self.num_damaged = 0
-        self.problem = "no answer yet"
+
+    @property
+    def num_connections(self) -> int:
+        """Since the start: with each the store may be another one."""
+        return self._link.num_connections
+
+    @property
+    def problem(self) -> str:
         """Why there is no store now; empty if there is."""
+        return self._link.problem
 
     async def start(self, *, patience_s: float = 0.0) -> None:
         """Connect, and stay connected. Waits so long for a store that is not there yet, then returns all the same."""
         self._loop = asyncio.get_running_loop()
-        self._keeper = asyncio.create_task(self._keep_connected())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                await self._connected.wait()
+        await self._link.start(patience_s=patience_s)
 
     async def close(self) -> None:
         """Idempotent. Copies that have begun are finished first."""
-        ending = [task for task in (self._keeper, self._trial) if task is not None]
-        self._keeper = self._trial = self._loop = None
-        for task in ending:
-            task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
-        self._lose("closed")
+        trial, self._trial, self._loop = self._trial, None, None
+        if trial is not None:
+            trial.cancel()
+            await asyncio.gather(trial, return_exceptions=True)
+        await self._link.close()
         await asyncio.to_thread(self._threads.shutdown)
 
     # Engines
 
     def num_in_host(self, ids: bytes) -> int:
         """How many of the joined ids, from the first on, are in the host tier. Reads shared memory, asks nobody."""
-        return self._table.num_leading(ids) if self._table is not None else 0
+        table = self._link.table
+        return table.num_leading(ids) if table is not None else 0
 
     async def match(self, chain: Piece, *, timeout_s: float = 0.0, num_parts: int = 1) -> list[TierRun]:
         """From where the longest known prefix of the chain would come. `timeout_s`: how long other nodes and object
@@ -290,13 +275,11 @@ class StoreClient:
         Nothing keeps a block from being evicted and overwritten meanwhile, but then its bytes do not match the
         checksum, which is bound to its id: what matches is right, whatever happened on the way.
         """
-        family = self._families.get(piece.family, -1)
-        found = shared_places(self._table, self._pool, piece, family, time.time() - self._ttl_s)
+        found = self._link.places(piece)
         if found is None:
             return False
-        places, checksums = found
         started = time.monotonic()
-        arrived = await self._on_thread(partial(copy_out, piece.ids, places, checksums, into))
+        arrived = await self._copy_out(piece, *found, into)
         if arrived < piece.num_blocks:
             return False
         self._tell(wire.Used(0, _chain(piece), (time.monotonic() - started) * 1e3))
@@ -306,20 +289,25 @@ class StoreClient:
         """Copy and check; only what was checked while the lease still held counts."""
         timeout_s = max(0.0, deadline - time.monotonic())
         leased = await self._ask(wire.Lease(0, _chain(piece), timeout_s), wire.Leased, timeout_s)
-        self._note_family(piece.family, leased.family)
-        pool, size = self._open_pool(), piece.family.payload_bytes
-        places = [pool.view(offset, size) for offset in leased.offsets]
+        self._link.note_family(piece.family, leased.family)
         started = time.monotonic()
         try:
-            arrived = await self._on_thread(partial(copy_out, piece.ids, places, leased.checksums, into))
+            arrived = await self._copy_out(piece, leased.offsets, leased.checksums, into)
         except asyncio.CancelledError:
             self._tell(wire.Release(0, leased.ticket, []))
             raise
         took_ms = (time.monotonic() - started) * 1e3
         damaged = leased.slots[arrived : arrived + 1]
         self.num_damaged += len(damaged)
-        released = await self._ask(wire.Release(0, leased.ticket, damaged, arrived * size, took_ms), wire.Released)
+        num_bytes = arrived * piece.family.payload_bytes
+        released = await self._ask(wire.Release(0, leased.ticket, damaged, num_bytes, took_ms), wire.Released)
         return arrived if released.valid else 0
+
+    async def _copy_out(
+        self, piece: Piece, offsets: Sequence[int], checksums: Sequence[int], into: Sequence[memoryview]
+    ) -> int:
+        ids = split_block_ids(piece.ids)[: len(offsets)]
+        return await self._on_thread(partial(copy_out, self._link.memory(), ids, offsets, checksums, into))
 
     # Inside: storing
 
@@ -338,116 +326,49 @@ class StoreClient:
 
     async def _give(self, piece: Piece, payloads: Sequence[memoryview]) -> int:
         reserved = await self._ask(wire.Reserve(0, _chain(piece)), wire.Reserved)
-        self._note_family(piece.family, reserved.family)
+        self._link.note_family(piece.family, reserved.family)
         checksums: dict[int, int] = {}
         try:
-            if any(slot >= 0 for slot in reserved.slots):
-                pool, size = self._open_pool(), piece.family.payload_bytes
-                places = [
-                    pool.view(offset, size) if slot >= 0 else None
-                    for slot, offset in zip(reserved.slots, reserved.offsets, strict=True)
-                ]
-                sums = await self._on_thread(partial(copy_in, piece.ids, places, payloads))
-                checksums = {slot: sums[number] for number, slot in enumerate(reserved.slots) if slot >= 0}
+            mine = [number for number, slot in enumerate(reserved.slots) if slot >= 0]
+            if mine:
+                sums = await self._copy_in(piece, mine, reserved.offsets, payloads)
+                checksums = {reserved.slots[number]: one for number, one in zip(mine, sums, strict=True)}
         except asyncio.CancelledError:
             self._tell(wire.Commit(0, reserved.ticket, {}))
             raise
         return (await self._ask(wire.Commit(0, reserved.ticket, checksums), wire.Committed)).num_blocks
 
+    async def _copy_in(
+        self, piece: Piece, numbers: Sequence[int], offsets: Sequence[int], payloads: Sequence[memoryview]
+    ) -> list[int]:
+        """Those of these numbers."""
+        ids = split_block_ids(piece.ids)
+        work = partial(
+            copy_in,
+            self._link.memory(),
+            [ids[number] for number in numbers],
+            [offsets[number] for number in numbers],
+            [payloads[number] for number in numbers],
+        )
+        return await self._on_thread(work)
+
     async def _on_thread(self, work: Callable[[], R]) -> R:
         return await finished(asyncio.get_running_loop().run_in_executor(self._threads, work))
 
-    # Inside: the connection
-
-    def _note_family(self, family: Family, number: int) -> None:
-        if len(self._families) >= MAX_FAMILIES:
-            self._families.clear()
-        self._families[family] = number
-
     def _piece_bytes(self) -> int:
         """What is leased or reserved at once: few messages, but never much of the pool."""
-        pool_bytes = self._pool.layout.data_bytes if self._pool else 0
+        pool = self._link.pool
+        pool_bytes = pool.layout.data_bytes if pool is not None else 0
         return min(_MAX_PIECE_BYTES, pool_bytes // _PIECES_PER_POOL)
 
-    def _open_pool(self) -> SharedPool:
-        if self._pool is None:
-            raise StoreClosed(f"the store at {self._path} is gone")
-        return self._pool
-
     def _tell(self, message: wire.Request) -> None:
-        if self._connection is not None:
-            self._connection.tell(message)
+        self._link.tell(message)
 
     async def _ask(self, message: wire.Request, kind: type[A], timeout_s: float = 0.0) -> A:
-        if self._connection is None:
-            raise StoreClosed(f"no store at {self._path}: {self.problem}")
-        return await self._connection.ask(message, kind, timeout_s + _ANSWER_TIMEOUT_S)
+        return await self._link.ask(message, kind, timeout_s)
 
     def _note(self, error: HeadwaterError) -> None:
         logger.debug("the KV store: %s", error.message)
-
-    async def _keep_connected(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                await self._connect()
-                pause_s = _FIRST_PAUSE_S
-                assert self._connection is not None
-                await self._connection.ended.wait()
-                self._lose("the connection was broken")
-            except (OSError, HeadwaterError) as error:
-                self.problem = str(error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
-
-    async def _connect(self) -> None:
-        greeted = await self._greet()
-        try:
-            pool = SharedPool.attach(greeted.fd, greeted.welcome.layout)
-            self._pool, self._table = pool, BlockTable(pool.records, pool.index)
-            self._ttl_s = greeted.welcome.ttl_s or float("inf")
-            connection = Connection(greeted, self._told)
-            await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=greeted.socket)
-        except BaseException:
-            greeted.socket.close()
-            raise
-        self._connection = connection
-        self.num_connections += 1
-        connection.start()
-        self.problem = ""
-        self._connected.set()
-        logger.info("connected to the KV store at %s", self._path)
-
-    async def _greet(self) -> Greeted:
-        """On a thread. Whoever does not wait for the end leaves nothing open."""
-        hello = wire.Hello(0, wire.VERSION, self._name, self._on_events is not None)
-        greeting = asyncio.get_running_loop().run_in_executor(None, greet, self._path, hello, _GREET_TIMEOUT_S)
-        try:
-            return await finished(greeting)
-        except asyncio.CancelledError:
-            if not greeting.cancelled() and greeting.exception() is None:
-                greeting.result().socket.close()
-                os.close(greeting.result().fd)
-            raise
-
-    def _told(self, events: wire.Events) -> None:
-        if self._on_events is not None:
-            self._on_events(events.events)
-
-    def _lose(self, problem: str) -> None:
-        """Let everything of that connection go. Copies under way keep the memory until they are done."""
-        self.problem = problem
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-            if self._on_events is not None:
-                self._on_events([BlocksCleared(tier) for tier in ("host", "disk", "peer", "object")])
-        self._families.clear()
-        table, self._table = self._table, None
-        pool, self._pool = self._pool, None
-        if table is not None and pool is not None:
-            table.close()
-            pool.close()
 
 
 def _chain(piece: Piece) -> wire.Chain:

@@ -4,11 +4,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-from headwater.kv.identity import split_block_ids
-from headwater.kv.node.store import Piece
 from headwater.kv.stores.copying import copy_summed
-from headwater.kv.stores.shared_pool import SharedPool
-from headwater.kv.table import BlockTable
 
 _MANY_PROCESSORS = 5
 
@@ -18,46 +14,27 @@ def num_copiers() -> int:
     return 2 if len(os.sched_getaffinity(0)) >= _MANY_PROCESSORS else 1
 
 
-def shared_places(
-    table: BlockTable | None, pool: SharedPool | None, piece: Piece, family: int, oldest_s: float
-) -> tuple[list[memoryview], list[int]] | None:
-    """Where the shared table says that the blocks of the piece lie, and their checksums; None unless it has them all.
-
-    Another process writes the table meanwhile: what it says is a guess, to be proved by the checksum.
-    """
-    if table is None or pool is None:
-        return None
-    size = piece.family.payload_bytes
-    places: list[memoryview] = []
-    checksums: list[int] = []
-    for number in table.find_all(piece.ids):
-        record = table.read(number) if number >= 0 else None
-        alike = record is not None and (record.family, record.payload_bytes) == (family, size)
-        if record is None or not alike or record.stored_at_s < oldest_s:
-            return None
-        place = pool.view(record.offset, size)
-        if len(place) != size:
-            return None
-        places.append(place)
-        checksums.append(record.block.checksum)
-    return places, checksums
-
-
-def copy_out(ids: bytes, places: Sequence[memoryview], checksums: Sequence[int], into: Sequence[memoryview]) -> int:
-    """How many were whole, up to the first that was not."""
-    for number, (block_id, place, expected, view) in enumerate(
-        zip(split_block_ids(ids), places, checksums, into, strict=False)
-    ):
-        if copy_summed(view, place, block_id) != expected:
+def copy_out(
+    memory: memoryview,
+    ids: Sequence[bytes],
+    offsets: Sequence[int],
+    checksums: Sequence[int],
+    into: Sequence[memoryview],
+) -> int:
+    """How many blocks were whole, up to the first that was not."""
+    for number, (block_id, offset, expected, view) in enumerate(zip(ids, offsets, checksums, into, strict=False)):
+        if copy_summed(view, memory[offset : offset + len(view)], block_id) != expected:
             return number
-    return len(places)
+    return len(offsets)
 
 
-def copy_in(ids: bytes, places: Sequence[memoryview | None], payloads: Sequence[memoryview]) -> list[int]:
-    """Their checksums; 0 for what has no place."""
+def copy_in(
+    memory: memoryview, ids: Sequence[bytes], offsets: Sequence[int], payloads: Sequence[memoryview]
+) -> list[int]:
+    """Their checksums."""
     return [
-        0 if place is None else copy_summed(place, payload, block_id)
-        for block_id, place, payload in zip(split_block_ids(ids), places, payloads, strict=True)
+        copy_summed(memory[offset : offset + len(payload)], payload, block_id)
+        for block_id, offset, payload in zip(ids, offsets, payloads, strict=True)
     ]
 
 
