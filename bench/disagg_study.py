@@ -32,7 +32,8 @@ from headwater.planner.plan import RolePlan, aggregated, candidates
 from headwater.planner.pool import WorkerModel
 from headwater.planner.whatif import FastCluster, Job, Outcomes
 from headwater.sim.adaptive import AdaptiveCluster
-from headwater.sim.pools import PooledCluster
+from headwater.sim.planned import planned_cluster, requests_of
+from headwater.sim.report import summarise as report_of
 
 CURVES = Path(__file__).with_name("disagg_curves.json")
 KV_TOKENS = {
@@ -371,13 +372,14 @@ def check(args: argparse.Namespace) -> None:
         for plan in candidates([model.name for model in pool]):
             fast = FastCluster(pool, plan, expected).run(jobs)
             started = time.process_time()
-            production = PooledCluster(pool, plan).run(jobs)
-            pairs = zip(
-                (fast.ttft_ms, fast.tpot_ms, fast.e2e_ms),
-                (production.ttft_ms, production.tpot_ms, production.e2e_ms),
-                strict=True,
+            result = planned_cluster(pool, plan).run(requests_of(jobs))
+            production = report_of(result, trace=name, policy="delay", mode=plan.describe(), ceiling=0.0)
+            pairs = (
+                (fast.ttft_ms, production.ttft_ms_mean),
+                (fast.tpot_ms, production.tpot_ms_mean),
+                (fast.e2e_ms, production.e2e_ms_mean),
             )
-            cells = "".join(f"{fmean(mine):10.1f} /{fmean(theirs):8.1f}" for mine, theirs in pairs)
+            cells = "".join(f"{fmean(mine):10.1f} /{theirs:8.1f}" for mine, theirs in pairs)
             print(f"{name:11}{plan.describe():24}{cells}{time.process_time() - started:8.2f}")
 
 

@@ -17,6 +17,7 @@ from headwater.errors import InternalError
 from headwater.protocol.request import SequenceOutput
 from headwater.scheduler.entry import Entry, State, seniority
 from headwater.scheduler.limits import SchedulerLimits
+from headwater.scheduler.outside import FirstToken
 from headwater.scheduler.plan import Sequence, StepPlan, StepResult
 from headwater.scheduler.scheduler import Scheduler, step_plan
 from headwater.types import BLOCK_ID_BYTES
@@ -119,6 +120,8 @@ class LeapingScheduler(Scheduler):
         self._eventful: list[Entry] = []
         """Decodes of the plan that end or fill a block."""
         self._foretold: dict[int, bytes] = {}
+        self._joining: list[Entry] = []
+        """Began to decode while a step was under way, in which they are not."""
 
     def foretell(self, stream: int, block_ids: bytes) -> None:
         """Ids of the first blocks after the full ones of this sequence's prompt, which its tokens cannot tell."""
@@ -178,13 +181,23 @@ class LeapingScheduler(Scheduler):
         for entry in planned:
             if entry.state is State.DECODING:
                 self._counted.join(entry)
+        self._join()
         self._meter.note_step(plan, result.duration_ms)
         return outputs
+
+    def prefilled(self, stream: int, first: FirstToken) -> None:
+        entry = self._roster.by_stream.get(stream)
+        loads = entry is not None and entry.state is State.LOADING
+        super().prefilled(stream, first)
+        if entry is not None and loads:
+            self._joining.append(entry)
+            if self._plan is None:
+                self._join()
 
     def abort(self, streams: Collection[int]) -> None:
         self._write_all()
         super().abort(streams)
-        self._counted.rebuild([*self._roster.decoding])
+        self._counted.rebuild(self._decoding())
 
     def take_ended(self) -> list[Sequence]:
         ended = super().take_ended()
@@ -223,8 +236,19 @@ class LeapingScheduler(Scheduler):
         return super()._make_room(entry)
 
     def _write_all(self) -> None:
-        for entry in self._roster.decoding:
+        for entry in self._decoding():
             self._counted.write(entry)
+
+    def _decoding(self) -> list[Entry]:
+        """Those that are counted."""
+        return [entry for entry in self._roster.decoding if entry not in self._joining]
+
+    def _join(self) -> None:
+        if self._joining:
+            for entry in self._joining:
+                if entry.state is State.DECODING:
+                    self._counted.join(entry)
+            self._joining = []
 
     def _commit_eventful(self, outputs: list[SequenceOutput]) -> None:
         for entry in self._eventful:

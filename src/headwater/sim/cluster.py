@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from headwater.errors import Unavailable
+from headwater.protocol.cluster import Instance
 from headwater.protocol.events import WorkerEvent
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
 from headwater.router.policy import Policy
@@ -16,8 +17,9 @@ from headwater.router.view import Booking, ClusterView, time_class
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.sim.conditions import Conditions
 from headwater.sim.describe import MODEL, instance
+from headwater.sim.handoffs import HandoffTotals, PoolConfig
 from headwater.sim.history import LoadHistory
-from headwater.sim.tiers import TierConfig, loaded_blocks, make_stores
+from headwater.sim.tiers import SimStore, TierConfig, loaded_blocks, make_stores
 from headwater.sim.timing import StepTimes
 from headwater.sim.worker import SimWorker
 from headwater.sim.workload import SimRequest
@@ -50,6 +52,8 @@ class SimConfig:
     queue: QueueLimits = NO_QUEUE
     conditions: Conditions = field(default_factory=Conditions)
     tiers: TierConfig = field(default_factory=TierConfig)
+    pools: PoolConfig | None = None
+    """Prefill and decode workers (`headwater.sim.pools`); None: every worker does both."""
 
     def limits(self) -> SchedulerLimits:
         return SchedulerLimits(
@@ -76,6 +80,8 @@ class SimRecord:
     cached_tokens: int = 0
     first_token_s: float = 0.0
     finished_s: float = 0.0
+    prefiller: int = -1
+    """The worker that computed its prompt, where that is another one."""
 
 
 @dataclass(slots=True)
@@ -90,6 +96,7 @@ class SimResult:
     """By the router's queue."""
     loaded_blocks: dict[Tier, int] = field(default_factory=dict[Tier, int])
     """From tiers outside the engines."""
+    handoffs: HandoffTotals = field(default_factory=HandoffTotals)
     history: LoadHistory = field(default_factory=LoadHistory)
 
 
@@ -100,16 +107,18 @@ class _Open:
     record: SimRecord
     booking: Booking | None = None
     """None while it waits in the router's queue."""
+    prefill_booking: Booking | None = None
+    """At the worker that computes its prompt, where that is another one."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Ticket(Ticket):
+class SimTicket(Ticket):
     sequence: EngineRequest
     answer_ids: bytes
 
 
 @dataclass(slots=True)
-class _News:
+class News:
     """What the router learns of one worker's step."""
 
     worker_id: str
@@ -128,16 +137,18 @@ class SimCluster:
         self._queue = AdmissionQueue(Router(self._view, policy), config.queue)
         self._stores = make_stores(config.tiers, config.num_workers, config.block_size)
         self._workers = [
-            SimWorker(f"w{number:04}", config.limits(), config.conditions.times(own, number, config.num_workers), store)
+            self._make_worker(number, config.conditions.times(own, number, config.num_workers), store)
             for number, (own, store) in enumerate(zip(times, self._stores, strict=True))
         ]
         self._last_report = [-1.0] * config.num_workers
         self._heap: list[tuple[float, int, int]] = []
         """(time, order, what): the worker whose step ends, `num_workers` for news and one more for a look at the
-        queue, from two more on for a load of worker n that is done, -1 for an arrival, -2 - n for the joining of
-        worker n."""
+        queue, from two more on for a load of worker n that is done and after these for an action, -1 for an arrival,
+        -2 - n for the joining of worker n."""
+        self._actions: list[tuple[float, int, Callable[[float], None]]] = []
+        """The same times and orders, of what was asked for by `later`."""
         self._order = 0
-        self._news: deque[_News] = deque()
+        self._news: deque[News] = deque()
         self._arriving: deque[SimRequest] = deque()
         """Taken and not yet arrived."""
         self._records: list[SimRecord] = []
@@ -171,6 +182,8 @@ class SimCluster:
                 self._learn(self._news.popleft(), now)
             elif what < 0:
                 self._join(-2 - what)
+            elif what > 2 * len(self._workers) + 1:
+                heappop(self._actions)[2](now)
             elif what > len(self._workers) + 1:
                 self._load_ends(what - len(self._workers) - 2, now)
             else:
@@ -186,8 +199,25 @@ class SimCluster:
             num_steps=sum(worker.num_steps for worker in self._workers),
             num_refused=self._num_refused,
             loaded_blocks=loaded_blocks(self._stores),
+            handoffs=self._handoff_totals(),
             history=self._history,
         )
+
+    def later(self, at_s: float, action: Callable[[float], None]) -> None:
+        """Let something happen; it is told the time."""
+        self._push(at_s, 2 * len(self._workers) + 2)
+        heappush(self._actions, (at_s, self._order, action))
+
+    # -- what pools do in another way
+
+    def _make_worker(self, number: int, times: StepTimes, store: SimStore | None) -> SimWorker:
+        return SimWorker(f"w{number:04}", self._config.limits(), times, store)
+
+    def _instance(self, number: int) -> Instance:
+        return instance(self._workers[number].worker_id, self._config.limits())
+
+    def _handoff_totals(self) -> HandoffTotals:
+        return HandoffTotals()
 
     # -- beginnings
 
@@ -202,13 +232,11 @@ class SimCluster:
         if conditions.belief is not None:
             limits = config.limits()
             model = conditions.belief.model(times, limits.capacity_tokens, limits.max_num_batched_tokens)
-            hardware = time_class(instance(self._workers[0].worker_id, limits))
-            self._view.set_costs(hardware, model, limits.max_num_batched_tokens)
+            self._view.set_costs(time_class(self._instance(0)), model, limits.max_num_batched_tokens)
 
     def _join(self, number: int) -> None:
-        worker_id = self._workers[number].worker_id
-        self._view.put(instance(worker_id, self._config.limits()))
-        self._view.set_connected(worker_id, True)
+        self._view.put(self._instance(number))
+        self._view.set_connected(self._workers[number].worker_id, True)
 
     def _push(self, at_s: float, what: int) -> None:
         self._order += 1
@@ -249,7 +277,7 @@ class SimCluster:
         self._records.append(record)
         self._open[stream] = _Open(record)
         sequence = _engine_request(stream, request)
-        ticket = _Ticket(asked, MODEL, request.tenant, sequence=sequence, answer_ids=request.answer_ids)
+        ticket = SimTicket(asked, MODEL, request.tenant, sequence=sequence, answer_ids=request.answer_ids)
         try:
             placed = self._queue.submit(ticket, now)
         except Unavailable:
@@ -260,14 +288,14 @@ class SimCluster:
         else:
             self._pump(now)
 
-    def _place(self, ticket: "_Ticket", placed: Placed, now: float) -> None:
+    def _place(self, ticket: SimTicket, placed: Placed, now: float) -> None:
         asked, chosen, cached_tokens = ticket.request, placed.worker, placed.decision.cached_tokens
         is_open = self._open[ticket.sequence.stream]
         is_open.booking = self._view.book(
             chosen,
             asked.num_prompt_tokens,
             asked.max_tokens,
-            cached_tokens,
+            cached_tokens if ticket.sequence.prefill is None else asked.num_prompt_tokens,
             asked.keys,
             asked.expected_output_tokens,
         )
@@ -275,7 +303,7 @@ class SimCluster:
         is_open.record.predicted_cached_tokens = cached_tokens
         self._submit(number, ticket, now)
 
-    def _refuse(self, ticket: "_Ticket", now: float) -> None:
+    def _refuse(self, ticket: SimTicket, now: float) -> None:
         del self._open[ticket.sequence.stream]
         self._num_refused += 1
         self._next_of_loop(now)
@@ -284,7 +312,7 @@ class SimCluster:
         """Let those in the queue go ahead, and look again after a while if some are left."""
         for outcome in self._queue.pump(now):
             ticket = outcome.ticket
-            assert isinstance(ticket, _Ticket)
+            assert isinstance(ticket, SimTicket)
             if isinstance(outcome, Placed):
                 self._place(ticket, outcome, now)
             else:
@@ -297,13 +325,18 @@ class SimCluster:
         if self._config.in_flight_per_worker is not None:
             self._schedule_arrival(now)
 
-    def _submit(self, number: int, ticket: "_Ticket", now: float) -> None:
+    def _submit(self, number: int, ticket: SimTicket, now: float) -> None:
         worker = self._workers[number]
         before = worker.ends_at
         ticket.sequence.step_tokens = ticket.step_tokens
         if ticket.ahead:
             ticket.sequence.priority += AHEAD_PRIORITY
         worker.submit(ticket.sequence, ticket.answer_ids, now)
+        self._resume(number, before, now)
+
+    def _resume(self, number: int, before: float | None, now: float) -> None:
+        """There is something new for a worker that, `before` that, was to end something then."""
+        worker = self._workers[number]
         if before is None:
             self._begin(number, now)
         elif worker.ends_at is not None and worker.ends_at != before:
@@ -337,7 +370,7 @@ class SimCluster:
             self._last_report[number] = now
             events.append(self._conditions.reported(worker.report(), number, len(self._workers)))
         if events or outputs:
-            self._tell(_News(worker.worker_id, events, outputs), now)
+            self._tell(News(worker.worker_id, events, outputs), now)
         self._begin(number, now)
 
     def _note(self, output: SequenceOutput, now: float) -> None:
@@ -356,20 +389,23 @@ class SimCluster:
 
     # -- what the router learns
 
-    def _tell(self, news: _News, now: float) -> None:
+    def _tell(self, news: News, now: float) -> None:
         if self._conditions.event_delay_s <= 0:
             self._learn(news, now)
             return
         self._news.append(news)
         self._push(now + self._conditions.event_delay_s, len(self._workers))
 
-    def _learn(self, news: _News, now: float) -> None:
+    def _learn(self, news: News, now: float) -> None:
         view = self._view
         for output in news.outputs:
             is_open = self._open[output.stream]
             assert is_open.booking is not None
             if output.num_cached_tokens is not None:
-                view.prefilled(is_open.booking, now, output.num_cached_tokens)
+                elsewhere = is_open.prefill_booking
+                if elsewhere is not None:
+                    view.release(elsewhere)
+                view.prefilled(is_open.booking, now, output.num_cached_tokens if elsewhere is None else None)
             if output.finish_reason is not None:
                 view.release(is_open.booking, is_open.record.output_tokens)
                 del self._open[output.stream]

@@ -2,11 +2,12 @@
 
 from headwater.protocol.cluster import Instance, ModelCard
 from headwater.scheduler.limits import SchedulerLimits
+from headwater.types import Role
 
 MODEL = "simulated"
 
 
-def instance(worker_id: str, limits: SchedulerLimits) -> Instance:
+def instance(worker_id: str, limits: SchedulerLimits, role: Role = "both", kv_bytes_per_token: int = 0) -> Instance:
     card = ModelCard(
         name=MODEL,
         served_names=[MODEL],
@@ -17,10 +18,11 @@ def instance(worker_id: str, limits: SchedulerLimits) -> Instance:
         max_model_len=limits.max_model_len,
         block_size=limits.block_size,
         vocab_size=1 << 31,
+        kv_bytes_per_token=kv_bytes_per_token,
     )
     return Instance(
         worker_id=worker_id,
-        role="both",
+        role=role,
         state="ready",
         card=card,
         request_address="",

@@ -1,253 +1,188 @@
-"""Pools of prefill and decode workers in virtual time, made of the production parts: router, prices, schedulers.
+"""The simulated cluster with pools: workers that prefill and workers that decode, as `headwater serve` runs them.
 
-What `headwater.planner.whatif` says in microseconds per event can be held against this. A remote prefill goes the
-production way: the router chooses the decode worker, `headwater.router.disagg` the prefill worker; the decode worker's
-scheduler admits the request as a loading one and so takes its blocks; only then the prefill worker gets it, as an
-exported one; the transfer takes the time of its link, the last part of it after the end of the prefill; then the decode
-worker's scheduler is told of the first token. Steps are taken one by one. Times are in ms.
+It is the cluster of `headwater.sim.cluster` in all but where prompts are computed. The router chooses the decode worker
+as ever; the frontend's own code (`headwater.frontend.prefills`) then compares computing there with every prefill worker
+and books both; hand-offs go by the production rules on virtual links (`headwater.sim.handoffs`). A decode worker has no
+leaps over steps while a prompt is on its way to it, so that pools take more time to simulate.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from heapq import heappop, heappush
-from math import inf, nan
+from collections.abc import Callable, Sequence
 
-import msgspec
-
-from headwater.perf.model import StepModel
-from headwater.perf.roofline import prior_samples
-from headwater.planner.plan import RolePlan
-from headwater.planner.pool import HIDDEN_PARTS, NOTICE_MS, WorkerModel
-from headwater.planner.whatif import Job, Outcomes
-from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
-from headwater.router.delay import Delay
-from headwater.router.disagg import DisaggSettings, choose_prefill
-from headwater.router.request import RouteRequest
-from headwater.router.router import Router
-from headwater.router.view import Booking, ClusterView, time_class
+from headwater.frontend.prefills import Prefills
+from headwater.protocol.cluster import Instance
+from headwater.protocol.events import WorkerEvent
+from headwater.protocol.request import EngineRequest, SequenceOutput
+from headwater.router.policy import Policy
+from headwater.router.queue import Placed
 from headwater.scheduler.limits import SchedulerLimits
-from headwater.scheduler.outside import Export, FirstToken, LoadStarted
-from headwater.scheduler.plan import StepPlan, StepResult
-from headwater.scheduler.scheduler import Scheduler
-from headwater.sim.describe import MODEL, instance
-from headwater.sim.timing import plan_shape
-from headwater.types import TOKEN_ID_BYTES, Role
-
-_BLOCK = 16
-_WORD = 7
-_PATIENCE_S = 1e9
-_BELIEF = 1000.0
+from headwater.scheduler.outside import BlocksExported, Export, FirstToken, KvNews, LoadEnded, LoadStarted
+from headwater.sim.cluster import News, SimCluster, SimConfig, SimTicket
+from headwater.sim.describe import instance
+from headwater.sim.handoffs import PATIENCE_S, Handoffs, HandoffTotals, PoolConfig, Side
+from headwater.sim.tiers import SimStore
+from headwater.sim.timing import StepTimes
+from headwater.sim.worker import SimWorker
+from headwater.types import Role
 
 
-@dataclass(slots=True)
-class _Open:
-    """A request under way."""
+class PooledWorker(SimWorker):
+    """A worker that may have prompts computed elsewhere, or compute them for others."""
 
-    job: Job
-    decoder: "_Worker"
-    booking: Booking
-    prefiller: "_Worker | None" = None
-    prefill_booking: Booking | None = None
-    first_ms: float = nan
-    asked_ms: float = 0.0
+    def __init__(
+        self, number: int, limits: SchedulerLimits, times: StepTimes, store: SimStore | None, handoffs: Handoffs
+    ) -> None:
+        super().__init__(f"w{number:04}", limits, times, store)
+        self.number = number
+        self.inbound_free_at = self.outbound_free_at = 0.0
+        self._handoffs = handoffs
+        self._exchanges = True
+        self._exported: set[int] = set()
 
+    def submit(
+        self,
+        request: EngineRequest,
+        answer_ids: bytes,
+        now: float,
+        *,
+        load_s: float | None = None,
+        export: Export | None = None,
+    ) -> None:
+        if request.prefill is not None:
+            load_s = PATIENCE_S
+        super().submit(request, answer_ids, now, load_s=load_s, export=export)
 
-class _Worker:
-    """The production scheduler and what it computes now."""
+    # -- done by hand-offs
 
-    def __init__(self, number: int, model: WorkerModel) -> None:
-        self.worker_id = f"w{number:03}"
-        self.model = model
-        self.limits = SchedulerLimits(
-            max(1, model.kv_tokens // _BLOCK),
-            _BLOCK,
-            model.kv_tokens,
-            1 << 32,
-            model.max_num_seqs,
-            max(model.chunk_tokens, model.max_num_seqs + _BLOCK),
-            max_waiting=1 << 40,
-            prefix_caching=False,
-        )
-        self.scheduler = Scheduler(self.limits)
-        self.plan: StepPlan | None = None
-        self.result = StepResult([], None, 0.0)
-        self.link_free_ms = 0.0
+    def export(self, request: EngineRequest, export: Export, now: float) -> None:
+        self._exported.add(request.stream)
+        self.submit(request, b"", now, export=export)
 
-    def begin(self, now_ms: float) -> float | None:
-        """Start the next step; when it ends, or None."""
-        self.plan = plan = self.scheduler.schedule(now_ms / 1000)
-        if plan is None:
-            return None
-        duration_ms = self.model.curve.step_ms(plan_shape(plan))
-        num_samples = sum([piece.samples for piece in plan.slices])
-        self.result = StepResult([_WORD] * num_samples, None, duration_ms)
-        return now_ms + duration_ms
+    def release(self, stream: int) -> None:
+        self._exported.discard(stream)
+        self._scheduler.release(stream)
 
-    def finish(self, now_ms: float) -> list[SequenceOutput]:
-        assert self.plan is not None
-        plan, self.plan = self.plan, None
-        outputs = self.scheduler.commit(plan, self.result, now_ms / 1000)
-        self.scheduler.take_ended()
-        self.scheduler.drain_events()
-        return outputs
+    def arrived(self, stream: int, num_blocks: int) -> None:
+        self._scheduler.exchange.arrived(stream, num_blocks)
 
+    def prefilled(self, stream: int, first: FirstToken) -> None:
+        self._scheduler.prefilled(stream, first)
 
-class PooledCluster:
-    """One run of a plan of roles."""
+    def loaded(self, stream: int, num_blocks: int) -> None:
+        self._scheduler.exchange.loaded(stream, num_blocks, cached=False)
 
-    def __init__(self, pool: Sequence[WorkerModel], plan: RolePlan) -> None:
-        self.outcomes = Outcomes()
-        self._view = ClusterView()
-        self._router = Router(self._view, Delay())
-        self._settings = DisaggSettings(link_bytes_per_ms=pool[0].link_bytes_per_ms)
-        self._loose = plan.loose
-        self._workers = {worker.worker_id: worker for worker in map(_Worker, range(len(pool)), pool)}
-        self._heap: list[tuple[float, int, str, int]] = []
-        """(time, order, worker whose step ends, or "" for the transfer of a request, its number)."""
-        self._order = 0
-        self._open: dict[int, _Open] = {}
-        for worker, role in zip(self._workers.values(), plan.roles, strict=True):
-            self._introduce(worker, role)
+    def stopped(self, stream: int) -> None:
+        self._scheduler.exchange.stopped(stream)
 
-    def run(self, jobs: Sequence[Job]) -> Outcomes:
-        """All jobs, until all have ended."""
-        for job in jobs:
-            self._advance(job.at_ms)
-            self._submit(job)
-        self._advance(inf)
-        return self.outcomes
+    # -- told to others
+
+    def finish(self, now: float) -> tuple[list[SequenceOutput], list[WorkerEvent]]:
+        outputs, events = super().finish(now)
+        return self._own(outputs, now), events
+
+    def take_early(self, now: float) -> tuple[list[SequenceOutput], list[WorkerEvent]]:
+        """What there is to tell before the step under way has ended."""
+        return self._own(self._scheduler.take_outputs(), now), [*self._scheduler.drain_events()]
 
     def check(self) -> None:
         """Raise `InternalError` when blocks are lost."""
-        for worker in self._workers.values():
-            worker.scheduler.check()
-            worker.scheduler.check_idle()
+        self._scheduler.check()
+        self._scheduler.check_idle()
 
-    def _introduce(self, worker: _Worker, role: Role) -> None:
-        made = instance(worker.worker_id, worker.limits)
-        card = msgspec.structs.replace(made.card, kv_bytes_per_token=int(worker.model.kv_bytes_per_token))
-        made = msgspec.structs.replace(made, role=role, hardware=worker.model.name, card=card)
-        self._view.put(made)
-        self._view.set_connected(worker.worker_id, True)
-        known = StepModel()
-        known.believe(prior_samples(worker.model.curve, max_batched_tokens=worker.model.chunk_tokens), _BELIEF)
-        self._view.set_costs(time_class(made), known, worker.limits.max_num_batched_tokens)
+    def _own(self, outputs: list[SequenceOutput], now: float) -> list[SequenceOutput]:
+        """Without those of sequences that others asked for, which go to these."""
+        if not outputs or not self._exported:
+            return outputs
+        for output in outputs:
+            if output.stream in self._exported and output.finish_reason is not None:
+                self._handoffs.on_output(output, now)
+        return [output for output in outputs if output.stream not in self._exported]
 
-    def _advance(self, until_ms: float) -> None:
-        heap = self._heap
-        while heap and heap[0][0] <= until_ms:
-            now, _, worker_id, number = heappop(heap)
-            if worker_id:
-                self._step_ends(self._workers[worker_id], now)
-            else:
-                self._arrived(number, now)
-
-    def _push(self, at_ms: float, worker_id: str, number: int) -> None:
-        self._order += 1
-        heappush(self._heap, (at_ms, self._order, worker_id, number))
-
-    # -- a request's way
-
-    def _submit(self, job: Job) -> None:
-        number, outcomes = len(self.outcomes.e2e_ms), self.outcomes
-        for series in (outcomes.ttft_ms, outcomes.tpot_ms, outcomes.e2e_ms, outcomes.handoff_ms):
-            series.append(nan)
-        asked = RouteRequest(MODEL, job.prompt_tokens, job.output_tokens * 8, now=job.at_ms / 1000)
-        chosen, decision = self._router.route(asked, MODEL)
-        choice = choose_prefill(self._settings, asked, chosen, self._view.prefillers(MODEL), self._loose)
-        outcomes.remote.append(choice.remote)
-        decoder = self._workers[chosen.worker_id]
-        cached = job.prompt_tokens if choice.remote else decision.cached_tokens
-        expected = asked.expected_output_tokens
-        booking = self._view.book(chosen, job.prompt_tokens, job.output_tokens * 8, cached, (), expected)
-        self._open[number] = entry = _Open(job, decoder, booking)
-        request = _request(number, job, job.output_tokens)
-        if not choice.remote:
-            decoder.scheduler.add(request, job.at_ms / 1000)
-        else:
-            entry.prefiller = self._workers[choice.chosen.worker_id]
-            there = self._view.worker(choice.chosen.worker_id)
-            assert there is not None
-            entry.prefill_booking = self._view.book(there, job.prompt_tokens, 1, 0, (), 1.0)
-            decoder.scheduler.add(request, job.at_ms / 1000, load_s=_PATIENCE_S)
-        self._wake(decoder, job.at_ms)
-
-    def _wake(self, worker: _Worker, now: float) -> None:
-        if worker.plan is None:
-            ends_ms = worker.begin(now)
-            if ends_ms is not None:
-                self._push(ends_ms, worker.worker_id, 0)
-        for news in worker.scheduler.exchange.take_news():
-            if isinstance(news, LoadStarted):
-                self._ask(news.stream, now)
-
-    def _ask(self, number: int, now: float) -> None:
-        """The decode worker has its blocks: now the prefill worker gets the prompt."""
-        entry = self._open[number]
-        assert entry.prefiller is not None
-        entry.asked_ms = now
-        export = Export(0, now / 1000 + _PATIENCE_S)
-        entry.prefiller.scheduler.add(_request(number, entry.job, 1), now / 1000, export=export)
-        self._wake(entry.prefiller, now)
-
-    def _step_ends(self, worker: _Worker, now: float) -> None:
-        for output in worker.finish(now):
-            self._note(worker, output, now)
-        self._wake(worker, now)
-
-    def _note(self, worker: _Worker, output: SequenceOutput, now: float) -> None:
-        number = output.stream
-        entry = self._open[number]
-        if worker is entry.prefiller:
-            self._move(number, entry, now)
-            return
-        if output.num_cached_tokens is not None and entry.prefiller is None:
-            self._first(number, entry, now)
-        if output.finish_reason is not None:
-            self._end(number, entry, now)
-
-    def _move(self, number: int, entry: _Open, now: float) -> None:
-        assert entry.prefiller is not None
-        prefiller = entry.prefiller
-        link = prefiller.model.transfer_token_ms * entry.job.prompt_tokens
-        ends = max(now + link / HIDDEN_PARTS, max(prefiller.link_free_ms, entry.asked_ms) + link) + NOTICE_MS
-        prefiller.link_free_ms = ends - NOTICE_MS
-        self.outcomes.handoff_ms[number] = ends - now
-        self._push(ends, "", number)
-
-    def _arrived(self, number: int, now: float) -> None:
-        entry = self._open[number]
-        assert entry.prefiller is not None
-        entry.prefiller.scheduler.release(number)
-        entry.decoder.scheduler.prefilled(number, FirstToken(_WORD))
-        self._first(number, entry, now)
-        self._wake(entry.prefiller, now)
-        for output in entry.decoder.scheduler.take_outputs():
-            self._note(entry.decoder, output, now)
-        self._wake(entry.decoder, now)
-
-    def _first(self, number: int, entry: _Open, now: float) -> None:
-        entry.first_ms = now
-        self.outcomes.ttft_ms[number] = now - entry.job.at_ms
-        self._view.prefilled(entry.booking, now / 1000)
-        if entry.prefill_booking is not None:
-            self._view.release(entry.prefill_booking)
-
-    def _end(self, number: int, entry: _Open, now: float) -> None:
-        outcomes, output = self.outcomes, entry.job.output_tokens
-        outcomes.e2e_ms[number] = now - entry.job.at_ms
-        outcomes.tpot_ms[number] = (now - entry.first_ms) / (output - 1) if output > 1 else 0.0
-        outcomes.finished += 1
-        outcomes.ended_ms = now
-        self._view.release(entry.booking, output)
-        del self._open[number]
+    def _heed(self, news: KvNews, now: float) -> bool:
+        match news:
+            case BlocksExported(stream=stream, first_block=first_block, blocks=blocks):
+                self._handoffs.on_exported(stream, first_block, len(blocks), now)
+            case LoadStarted(stream=stream) if stream not in self._chains:
+                if not self._handoffs.on_load(news, now):
+                    self._scheduler.exchange.loaded(stream, news.first_block)
+                    return True
+            case LoadEnded(stream=stream) if stream not in self._chains:
+                self._handoffs.on_load_ended(stream, now)
+            case _:
+                return super()._heed(news, now)
+        return False
 
 
-def _request(number: int, job: Job, max_tokens: int) -> EngineRequest:
-    return EngineRequest(
-        stream=number,
-        request_id="",
-        model=MODEL,
-        prompt=bytes(TOKEN_ID_BYTES * job.prompt_tokens),
-        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-    )
+class PooledCluster(SimCluster):
+    """One run of a configuration with pools."""
+
+    def __init__(self, config: SimConfig, times: Sequence[StepTimes], policy: Policy) -> None:
+        assert config.pools is not None
+        self._pools: PoolConfig = config.pools
+        card = instance("", config.limits(), "both", self._pools.kv_bytes_per_token).card
+        self._handoffs = Handoffs(self._pools, card, self)
+        self._pooled: list[PooledWorker] = []
+        super().__init__(config, times, policy)
+        self._prefills = Prefills(self._view, self._pools.settings, lambda _: self._pools.loose)
+
+    def check(self) -> None:
+        """Once all requests have ended: raise `InternalError` when blocks are lost."""
+        for worker in self._pooled:
+            worker.check()
+
+    # -- done by hand-offs
+
+    def change(self, worker: Side, what: Callable[[], None], now: float) -> None:
+        assert isinstance(worker, PooledWorker)
+        before = worker.ends_at
+        what()
+        self._resume(worker.number, before, now)
+        self._tell_early(worker, now)
+
+    def handed_over(self, stream: int) -> None:
+        is_open = self._open[stream]
+        assert is_open.prefill_booking is not None
+        is_open.record.prefiller = int(is_open.prefill_booking.worker.worker_id[1:])
+
+    # -- what is another way than without pools
+
+    def _make_worker(self, number: int, times: StepTimes, store: SimStore | None) -> SimWorker:
+        worker = PooledWorker(number, self._config.limits(), times, store, self._handoffs)
+        self._pooled.append(worker)
+        return worker
+
+    def _instance(self, number: int) -> Instance:
+        role: Role = "prefill" if number < self._pools.num_prefill else "decode"
+        return instance(self._pooled[number].worker_id, self._config.limits(), role, self._pools.kv_bytes_per_token)
+
+    def _handoff_totals(self) -> HandoffTotals:
+        return self._handoffs.totals
+
+    def _place(self, ticket: SimTicket, placed: Placed, now: float) -> None:
+        asked, sequence = ticket.request, ticket.sequence
+        choice = self._prefills.choose(asked, placed.worker)
+        self._prefills.name(choice, [sequence])
+        is_open, where = self._open[sequence.stream], sequence.prefill
+        if where is not None:
+            decoder = self._pooled[int(placed.worker.worker_id[1:])]
+            self._handoffs.begin(sequence, where, decoder, self._pooled[int(where.worker_id[1:])])
+        is_open.prefill_booking = self._prefills.book(choice, asked)
+        super()._place(ticket, placed, now)
+        if choice is not None and choice.remote:
+            record = is_open.record
+            record.predicted_cached_tokens = max(record.predicted_cached_tokens, choice.chosen.cached_tokens)
+
+    def _begin(self, number: int, now: float) -> None:
+        super()._begin(number, now)
+        self._tell_early(self._pooled[number], now)
+
+    def _tell_early(self, worker: PooledWorker, now: float) -> None:
+        outputs, events = worker.take_early(now)
+        for output in outputs:
+            self._note(output, now)
+        if outputs or events:
+            self._tell(News(worker.worker_id, events, outputs), now)
+
+
+def make_cluster(config: SimConfig, times: Sequence[StepTimes], policy: Policy) -> SimCluster:
+    """With pools or without."""
+    return SimCluster(config, times, policy) if config.pools is None else PooledCluster(config, times, policy)

@@ -10,8 +10,9 @@ from pathlib import Path
 from headwater.bench.traces import read_trace
 from headwater.errors import ConfigError
 from headwater.router.policy import Policy, PolicySettings
-from headwater.sim.cluster import NO_QUEUE, PATIENT_QUEUE, SimCluster, SimConfig
+from headwater.sim.cluster import NO_QUEUE, PATIENT_QUEUE, SimConfig
 from headwater.sim.mixes import Mix
+from headwater.sim.pools import make_cluster
 from headwater.sim.report import SimCurves, SimReport, curves, mode_of, shared_lru_hit_rate, summarise
 from headwater.sim.request_log import from_log, is_request_log, read_log
 from headwater.sim.timing import StepTimes
@@ -86,7 +87,7 @@ class SimRun:
         config = replace(self.config, queue=PATIENT_QUEUE if self.routing.queued else NO_QUEUE)
         requests = _requests(self.load)
         started = time.process_time()
-        result = SimCluster(config, [self.times] * config.num_workers, policy).run(requests, progress)
+        result = make_cluster(config, [self.times] * config.num_workers, policy).run(requests, progress)
         cpu_s = time.process_time() - started
         report = summarise(
             result,

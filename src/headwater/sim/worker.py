@@ -13,7 +13,7 @@ from headwater.protocol.events import LoadReport, StoreCounts, WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.scheduler.leap import LeapingScheduler
 from headwater.scheduler.limits import SchedulerLimits
-from headwater.scheduler.outside import BlocksCommitted, LoadEnded, LoadStarted
+from headwater.scheduler.outside import BlocksCommitted, Export, KvNews, LoadEnded, LoadStarted
 from headwater.scheduler.plan import StepPlan, StepResult
 from headwater.sim.tiers import SimStore, prefill_times
 from headwater.sim.timing import StepTimes
@@ -57,6 +57,8 @@ class SimWorker:
         self._times = times
         self._running: _Step | _Leap | None = None
         self._store = store
+        self._exchanges = store is not None
+        """Whether blocks come from outside, or go there."""
         self._prefill_ms = prefill_times(times, limits.max_num_batched_tokens)
         self._loads: list[tuple[float, int, int]] = []
         """A heap of loads under way: (done at, stream, blocks of the prompt that are there then)."""
@@ -77,14 +79,25 @@ class SimWorker:
         """Sequences running or waiting."""
         return self._scheduler.num_open
 
-    def submit(self, request: EngineRequest, answer_ids: bytes, now: float) -> None:
-        """Take a request; `ends_at` may move forward. Raises what the production scheduler raises."""
+    def submit(
+        self,
+        request: EngineRequest,
+        answer_ids: bytes,
+        now: float,
+        *,
+        load_s: float | None = None,
+        export: Export | None = None,
+    ) -> None:
+        """Take a request; `ends_at` may move forward. Raises what the production scheduler raises.
+
+        `load_s`, `export`: blocks come from, or go to, another worker, as the scheduler takes it.
+        """
         if isinstance(self._running, _Leap):
             self._cut(self._running, now)
-        loading = self._store is not None and self._pays(self._store, request, now)
-        if loading:
+        if load_s is None and self._store is not None and self._pays(self._store, request, now):
             self._chains[request.stream] = request.block_ids
-        self._scheduler.add(request, now, load_s=_LOAD_TIMEOUT_S if loading else None)
+            load_s = _LOAD_TIMEOUT_S
+        self._scheduler.add(request, now, load_s=load_s, export=export)
         if answer_ids:
             self._scheduler.foretell(request.stream, answer_ids)
 
@@ -111,19 +124,25 @@ class SimWorker:
     def _follow(self, now: float) -> bool:
         """Act on what the scheduler tells of blocks from outside and for it; whether a load was over at once."""
         over = False
-        if self._store is None:
-            return over
-        for news in self._scheduler.exchange.take_news():
-            match news:
-                case BlocksCommitted(block_ids=ids):
-                    self._store.note(ids)
-                case LoadStarted():
-                    over |= self._load(news, now)
-                case LoadEnded(stream=stream):
-                    self._loads = [load for load in self._loads if load[1] != stream]
-                    heapify(self._loads)
-                    self._scheduler.exchange.stopped(stream)
+        if self._exchanges:
+            for news in self._scheduler.exchange.take_news():
+                over |= self._heed(news, now)
         return over
+
+    def _heed(self, news: KvNews, now: float) -> bool:
+        """The same of one piece of news."""
+        match news:
+            case BlocksCommitted(block_ids=ids) if self._store is not None:
+                self._store.note(ids)
+            case LoadStarted():
+                return self._load(news, now)
+            case LoadEnded(stream=stream):
+                self._loads = [load for load in self._loads if load[1] != stream]
+                heapify(self._loads)
+                self._scheduler.exchange.stopped(stream)
+            case _:
+                pass
+        return False
 
     def _load(self, started: LoadStarted, now: float) -> bool:
         assert self._store is not None
@@ -137,9 +156,8 @@ class SimWorker:
 
     def _begin_step(self, now: float) -> None:
         plan = self._scheduler.schedule(now)
-        if self._follow(now) and plan is None:
+        while self._follow(now) and plan is None:
             plan = self._scheduler.schedule(now)
-            self._follow(now)
         if plan is None:
             self.ends_at = None
             return
