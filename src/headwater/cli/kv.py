@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import json
+import signal
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
@@ -326,6 +328,7 @@ _ACTIONS = {"stat": _stat, "ls": _ls, "verify": _verify, "clear": _clear, "warm"
 
 
 def _bench(args: argparse.Namespace) -> int:
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # its files are large
     if not args.json:
         print(f"{'what':22}{'block':>10}{'GB/s':>8}{'ceiling':>9}{'share':>7}{'CPU s/GB':>10}")
 

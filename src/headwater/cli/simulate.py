@@ -2,6 +2,7 @@
 
 import argparse
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +24,7 @@ from headwater.perf.model import PerfState, StepModel
 from headwater.perf.prior import LinearSteps
 from headwater.perf.roofline import DEVICES, MODELS, Roofline
 from headwater.router.policies import BUILTIN
+from headwater.runtime.parent import die_with_parent
 from headwater.sim.cluster import SimConfig
 from headwater.sim.conditions import Conditions
 from headwater.sim.mixes import MIXES, Mix
@@ -133,7 +135,7 @@ def _executed(runs: Sequence[SimRun], args: argparse.Namespace) -> Iterator[Outc
 def _pooled(runs: Sequence[SimRun], jobs: int) -> Iterator[Outcome]:
     # A forked child would inherit the display's thread in mid-stride.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(runs)), mp_context=context) as pool:
+    with ProcessPoolExecutor(min(jobs, len(runs)), context, die_with_parent, (os.getpid(),)) as pool:
         yield from pool.map(execute, runs)
 
 

@@ -4,12 +4,8 @@ Dies with its supervisor, whatever kills that (PDEATHSIG). Never sees secrets on
 """
 
 import argparse
-import contextlib
-import ctypes
 import logging
 import os
-import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,10 +17,10 @@ from headwater.deploy.reports import Reporter
 from headwater.deploy.supervision import FAILED_EXIT, PERMANENT_EXIT
 from headwater.errors import ConfigError, HeadwaterError, ModelError
 from headwater.logs import configure_logging
+from headwater.runtime.parent import die_with_parent
 
 _log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 20
 
 
@@ -62,15 +58,6 @@ def arguments(kind: str, seat: Seat, config_fd: int, report_fd: int) -> list[str
     words = {"--index": seat.index, "--config-fd": config_fd, "--report-fd": report_fd, "--parent-pid": os.getpid()}
     listening = ["--listen-fds", ",".join(map(str, seat.listen_fds))] if seat.listen_fds else []
     return [kind, *(str(word) for pair in words.items() for word in pair), *listening]
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """From now on the kernel kills this process when its parent dies; if that is dead already, leave."""
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        sys.exit(FAILED_EXIT)
 
 
 def read_config(fd: int) -> ServeConfig:

@@ -23,6 +23,7 @@ from headwater.planner.plan import RolePlan
 from headwater.planner.pool import WorkerModel
 from headwater.router.decisions import DecisionLog
 from headwater.router.view import ClusterView, WorkerView, time_class
+from headwater.runtime.parent import die_with_parent
 from headwater.types import Role
 
 logger = logging.getLogger(__name__)
@@ -238,13 +239,18 @@ class Planning:
         if self._executor is None:
             # A forked child would inherit the sockets and the threads of this process.
             context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=os.nice, initargs=(_NICE,))
+            self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(os.getpid(),))
         return self._executor
 
     def _end_process(self) -> None:
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin(parent_pid: int) -> None:
+    die_with_parent(parent_pid)
+    os.nice(_NICE)
 
 
 def _decide(planner: Planner, now_ms: float, pool: list[WorkerModel]) -> tuple[Planner, Decision]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
@@ -29,6 +30,7 @@ from headwater.kv.stores.disk import DiskOptions, DiskTier
 from headwater.kv.stores.disk_io import DiskIo
 from headwater.kv.stores.disk_io import Piece as DiskPiece
 from headwater.kv.stores.ledgered import TierOptions
+from headwater.runtime.parent import die_with_parent
 from headwater.transfer.memory import address_of, allocate
 
 T = TypeVar("T")
@@ -102,14 +104,15 @@ class Buffers:
 
 @contextmanager
 def store_process(host_bytes: int, min_block_bytes: int) -> Iterator[Path]:
-    """`headwater kv serve` in a process of its own."""
+    """`headwater kv serve` in a process of its own, which ends with this one."""
     with tempfile.TemporaryDirectory(prefix="headwater-kv-") as folder:
         path = Path(folder, "kv.sock")
         command = [
             *(sys.executable, "-m", "headwater", "kv", "serve", "--socket", str(path), "--host", str(host_bytes)),
             *("--min-block", str(min_block_bytes), "--log-level", "warning"),
         ]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        bound = partial(die_with_parent, os.getpid())
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=bound) as process:
             try:
                 deadline = time.monotonic() + _START_S
                 while not path.exists():
