@@ -21,7 +21,8 @@ from headwater.router.delay import Delay
 from headwater.router.queue import AdmissionQueue, Ticket
 from headwater.router.router import Router
 from headwater.router.view import ClusterView
-from headwater.sim.cluster import NO_QUEUE, SimCluster, SimConfig, SimResult
+from headwater.sim.cluster import NO_QUEUE, SimCluster, SimConfig
+from headwater.sim.records import SimResult
 from headwater.sim.run import Load
 from headwater.sim.timing import DynamoPolynomial
 from headwater.worker.load import SHARED_INTERVAL_S

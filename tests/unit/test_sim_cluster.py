@@ -11,10 +11,11 @@ from headwater.router.policies import BUILTIN, Delay, RoundRobin
 from headwater.router.policy import Policy
 from headwater.router.queue import QueueLimits
 from headwater.scheduler.plan import StepPlan
-from headwater.sim.cluster import PATIENT_QUEUE, SimCluster, SimConfig, SimResult
+from headwater.sim.cluster import PATIENT_QUEUE, SimCluster, SimConfig
 from headwater.sim.conditions import Conditions
 from headwater.sim.history import LoadHistory
 from headwater.sim.mixes import Mix
+from headwater.sim.records import SimResult
 from headwater.sim.report import curves, mode_of, shared_lru_hit_rate, summarise
 from headwater.sim.run import Routing
 from headwater.sim.timing import Belief, DynamoPolynomial, PredictedTimes, Slowed, StepTimes

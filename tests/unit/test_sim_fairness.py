@@ -8,7 +8,8 @@ import pytest
 
 from headwater.router.delay import Delay
 from headwater.router.queue import QueueLimits
-from headwater.sim.cluster import SimCluster, SimConfig, SimRecord
+from headwater.sim.cluster import SimCluster, SimConfig
+from headwater.sim.records import SimRecord
 from headwater.sim.timing import DynamoPolynomial
 from headwater.sim.workload import SimRequest
 

@@ -8,9 +8,10 @@ import pytest
 from headwater.kv.identity import chain_block_ids
 from headwater.router.policies import BUILTIN, Delay, LeastLoaded
 from headwater.router.policy import Policy
-from headwater.sim.cluster import SimCluster, SimConfig, SimResult
+from headwater.sim.cluster import SimCluster, SimConfig
 from headwater.sim.conditions import Conditions
 from headwater.sim.mixes import Mix
+from headwater.sim.records import SimResult
 from headwater.sim.report import SimReport, summarise
 from headwater.sim.timing import Belief, DynamoPolynomial
 from headwater.sim.workload import SimRequest

@@ -9,8 +9,9 @@ from headwater.errors import ConfigError
 from headwater.router.policies import Delay, RoundRobin
 from headwater.router.policy import Policy
 from headwater.scheduler.plan import StepPlan
-from headwater.sim.cluster import SimCluster, SimConfig, SimResult
+from headwater.sim.cluster import SimCluster, SimConfig
 from headwater.sim.mixes import Mix
+from headwater.sim.records import SimResult
 from headwater.sim.report import summarise
 from headwater.sim.tiers import TierConfig, TierSpec
 from headwater.sim.workload import SimRequest, from_trace

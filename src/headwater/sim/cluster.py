@@ -19,11 +19,11 @@ from headwater.sim.conditions import Conditions
 from headwater.sim.describe import MODEL, instance
 from headwater.sim.handoffs import HandoffTotals, PoolConfig
 from headwater.sim.history import LoadHistory
+from headwater.sim.records import SimRecord, SimResult
 from headwater.sim.tiers import SimStore, TierConfig, loaded_blocks, make_stores
 from headwater.sim.timing import StepTimes
 from headwater.sim.worker import SimWorker
 from headwater.sim.workload import SimRequest
-from headwater.types import Tier
 
 NO_QUEUE = QueueLimits(backlog_chunks=0)
 PATIENT_QUEUE = QueueLimits(max_waiting=1 << 30, max_wait_s=1e9)
@@ -65,39 +65,6 @@ class SimConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_waiting=1 << 40,
         )
-
-
-@dataclass(slots=True)
-class SimRecord:
-    """What happened to one request."""
-
-    arrived_s: float
-    prompt_tokens: int
-    output_tokens: int
-    tenant: str = ""
-    worker: int = -1
-    predicted_cached_tokens: int = 0
-    cached_tokens: int = 0
-    first_token_s: float = 0.0
-    finished_s: float = 0.0
-    prefiller: int = -1
-    """The worker that computed its prompt, where that is another one."""
-
-
-@dataclass(slots=True)
-class SimResult:
-    records: list[SimRecord]
-    """Of those that were served, in order of arrival."""
-    duration_s: float
-    busy_ms: list[float]
-    prefill_tokens: list[int]
-    num_steps: int = 0
-    num_refused: int = 0
-    """By the router's queue."""
-    loaded_blocks: dict[Tier, int] = field(default_factory=dict[Tier, int])
-    """From tiers outside the engines."""
-    handoffs: HandoffTotals = field(default_factory=HandoffTotals)
-    history: LoadHistory = field(default_factory=LoadHistory)
 
 
 @dataclass(slots=True)

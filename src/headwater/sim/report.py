@@ -9,7 +9,8 @@ import msgspec
 from headwater.bench.report import percentile
 from headwater.errors import ConfigError
 from headwater.kv.index import block_keys
-from headwater.sim.cluster import SimConfig, SimRecord, SimResult
+from headwater.sim.cluster import SimConfig
+from headwater.sim.records import SimRecord, SimResult
 from headwater.sim.workload import SimRequest
 
 _CURVE_POINTS = 100
