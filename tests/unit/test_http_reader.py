@@ -126,6 +126,38 @@ def test_targets(method: str, target: bytes, host: bytes, expected: tuple[str, s
     assert split_target(method, target, host) == expected
 
 
+@pytest.mark.parametrize(
+    ("lines", "refusal"),
+    [
+        (b"transfer-encoding: gzip", '501 transfer-encoding is "gzip", expected chunked'),
+        (b"content-encoding: br", '415 content-encoding is "br", expected a plain body'),
+        (b"expect: tea", '417 expect is "tea", expected 100-continue'),
+        (b"x-y: " + b"z" * 40_000, "431 the head is too large: at most 128 headers of 32768 bytes in all"),
+    ],
+)
+def test_a_head_is_refused_by_what_was_given(lines: bytes, refusal: str) -> None:
+    assert read([b"POST / HTTP/1.1\r\nhost: test\r\n" + lines + b"\r\n\r\n"]) == ([], refusal)
+
+
+@pytest.mark.parametrize(
+    ("line", "host", "refusal"),
+    [
+        (b"GET / HTTP/1.1", b"a/b\xe9", '400 the host header is "a/b\\u00e9", expected a host name'),
+        (b"GET / HTTP/1.1", b"/" * 100, f'400 the host header is "{"/" * 60}…" (100 bytes), expected'),
+        (
+            b"GET http://evil/ HTTP/1.1",
+            b"test",
+            '400 the request target names the host "evil", the host header is "test"',
+        ),
+    ],
+)
+def test_hosts_are_refused_by_what_was_given(line: bytes, host: bytes, refusal: str) -> None:
+    seen, said = read([line + b"\r\nhost: " + host + b"\r\n\r\n"])
+    assert not seen
+    assert said is not None
+    assert said.startswith(refusal)
+
+
 def test_request_ids_are_the_clients_where_safe_and_unique_otherwise() -> None:
     ids = RequestIds()
     assert ids.accept(b"abc-1:2/3") == "abc-1:2/3"

@@ -429,6 +429,15 @@ def test_a_failed_output_is_an_error(model: ServedModel) -> None:
     assert (responder.status, responder.error["code"]) == (502, "engine_failed")
 
 
+def test_a_worker_that_refuses_a_prompt_refuses_the_messages(model: ServedModel) -> None:
+    def script(api: Api) -> None:
+        refusal = ErrorInfo("context_length_exceeded", "the prompt has 9 tokens", 400, param="prompt")
+        api.dispatcher.emit(1, [], "error", error=refusal)
+
+    _, responder = play(model, chat(), script)
+    assert (responder.status, responder.error["param"]) == (400, "messages")
+
+
 def test_an_aborted_output_is_an_error(model: ServedModel) -> None:
     _, responder = play(model, chat(), lambda api: api.dispatcher.emit(1, [5], "abort"))
     assert (responder.status, responder.error["code"]) == (502, "worker_error")

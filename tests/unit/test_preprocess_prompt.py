@@ -4,7 +4,7 @@ import pytest
 
 from headwater.errors import ContextTooLong, InvalidRequest
 from headwater.frontend.openai.model import ServedModel
-from headwater.frontend.preprocess.prompt import PromptLimits
+from headwater.frontend.preprocess.prompt import MostTokens, PromptLimits
 from headwater.frontend.preprocess.tokenizer import Tokenizer, pack_ids
 from headwater.kv.identity import chain_block_ids, namespace
 from headwater.types import BLOCK_ID_BYTES
@@ -42,7 +42,7 @@ LIMITS = PromptLimits(max_model_len=8192, longest_token_chars=81, block_size=16)
     [(10, 5, None, 5), (10, None, None, 8182), (10, None, 16, 16), (8190, None, 16, 2), (8191, 1, None, 1)],
 )
 def test_tokens_that_fit(prompt: int, asked: int | None, default: int | None, granted: int) -> None:
-    assert LIMITS.fit_max_tokens(prompt, asked, default, "prompt") == granted
+    assert LIMITS.fit_max_tokens(prompt, MostTokens(asked, "max_tokens", default), "prompt") == granted
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_tokens_that_fit(prompt: int, asked: int | None, default: int | None, gr
 )
 def test_tokens_that_do_not_fit(prompt: int, asked: int | None, message: str) -> None:
     with pytest.raises(ContextTooLong) as caught:
-        LIMITS.fit_max_tokens(prompt, asked, None, "prompt")
+        LIMITS.fit_max_tokens(prompt, MostTokens(asked, "max_tokens"), "prompt")
     assert str(caught.value).startswith(message)
-    assert caught.value.param == "prompt"
+    assert caught.value.param == ("prompt" if asked is None or asked < 8192 else "max_tokens")
 
 
 def test_a_hopeless_text_is_not_tokenized_at_all(model: ServedModel) -> None:

@@ -96,6 +96,14 @@ def test_a_priority_that_is_none_is_refused(text: str) -> None:
         asker(x_request_priority=text).priority(asked())
 
 
+def test_a_priority_is_refused_by_the_header_that_was_sent() -> None:
+    with pytest.raises(
+        InvalidRequest, match='x-dynamo-request-priority is "high", expected an integer from'
+    ) as refused:
+        asker(x_dynamo_request_priority="high").priority(asked())
+    assert refused.value.param == "x-dynamo-request-priority"
+
+
 def test_a_salt_names_a_tenant_without_giving_itself_away() -> None:
     first, second = (hints_of(asked(cache_salt=salt)).salt_tenant for salt in ("secret", "other"))
     assert first != second

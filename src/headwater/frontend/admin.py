@@ -19,12 +19,13 @@ from typing import Annotated, Any
 import msgspec
 
 from headwater import __version__
-from headwater.errors import HeadwaterError, InvalidRequest
+from headwater.errors import HeadwaterError
 from headwater.frontend.cluster import Cluster
 from headwater.frontend.http.base import Handler, HttpRequest, Responder
 from headwater.frontend.http.replies import JSON, reply_for
 from headwater.frontend.metrics import CONTENT_TYPE, MetricsPage
 from headwater.frontend.models import ModelSet
+from headwater.frontend.openai.parse import Shape, parse_body
 from headwater.frontend.routes import Route
 from headwater.protocol import PROTOCOL_VERSION
 from headwater.router.view import ClusterView, WorkerView
@@ -74,11 +75,9 @@ class AdminPages:
         """Body: `{"within_s": 30}`; a worker takes no longer than its own `--drain-timeout`."""
         worker_id = request.path_params["worker_id"]
         try:
-            within_s = msgspec.json.decode(request.body, type=_DrainBody).within_s if request.body else math.inf
+            body = request.body
+            within_s = parse_body(_DRAIN, body, strict=False).fields.within_s if body else math.inf
             self._cluster.drain(worker_id, within_s)
-        except msgspec.MsgspecError as error:
-            refusal = InvalidRequest(f'expected {{"within_s": seconds}}: {error}', param="within_s")
-            reply_for(refusal).send_to(responder)
         except HeadwaterError as error:
             reply_for(error).send_to(responder)
         else:
@@ -195,6 +194,9 @@ def _version() -> tuple[int, dict[str, Any]]:
 
 class _DrainBody(msgspec.Struct):
     within_s: Annotated[float, msgspec.Meta(ge=0)]
+
+
+_DRAIN = Shape.of(_DrainBody, {})
 
 
 def _told(tell: Callable[[str], None], state: str) -> Handler:

@@ -6,13 +6,14 @@ POST /admin/plan   {"roles": {"WORKER": "prefill", ...}} insists on roles, {"rol
 """
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.frontend.http.base import HttpRequest, Responder
 from headwater.frontend.http.replies import JSON, reply_for
+from headwater.frontend.openai.parse import Shape, parse_body, short_json
 from headwater.frontend.planning import ModelPlan, Planning
 from headwater.frontend.routes import Route
 from headwater.planner.decide import Decision
@@ -20,8 +21,12 @@ from headwater.planner.pool import WorkerModel
 from headwater.types import Role
 
 
-class _PlanBody(msgspec.Struct, forbid_unknown_fields=True):
-    roles: dict[str, Role] | None
+class _PlanBody(msgspec.Struct):
+    roles: dict[str, str] | None
+
+
+_PLAN = Shape.of(_PlanBody, {})
+_ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class PlanPages:
@@ -44,13 +49,9 @@ class PlanPages:
 
     def set(self, body: bytes) -> None:
         """Raises `InvalidRequest`."""
-        try:
-            roles = msgspec.json.decode(body, type=_PlanBody).roles
-        except msgspec.MsgspecError as error:
-            message = f'expected {{"roles": {{"WORKER": "prefill", ...}}}} or {{"roles": null}}: {error}'
-            raise InvalidRequest(message, param="roles") from error
+        roles = parse_body(_PLAN, body, strict=True).fields.roles
         if roles:
-            self._planning.pin(roles)
+            self._planning.pin({worker_id: _role(worker_id, given) for worker_id, given in roles.items()})
         else:
             self._planning.unpin()
 
@@ -58,6 +59,15 @@ class PlanPages:
         models = {fingerprint: _described(kept) for fingerprint, kept in self._planning.plans.items()}
         believed = {name: list(map(_worker, pool)) for name, pool in self._planning.believed().items()}
         return {"models": models, "pinned": self._planning.pinned, "believed": believed}
+
+
+def _role(worker_id: str, given: str) -> Role:
+    for role in _ROLES:
+        if role == given:
+            return role
+    raise InvalidRequest(
+        f"roles has {short_json(given)} for {short_json(worker_id)}, expected one of {', '.join(_ROLES)}", param="roles"
+    )
 
 
 def _worker(model: WorkerModel) -> dict[str, Any]:

@@ -48,48 +48,56 @@ class SchedulerLimits:
         """The request's tokens (prompt and resumed). Raises `RequestError` when it can never be served here."""
         for name, value in (("prompt", request.prompt), ("resumed_tokens", request.resumed_tokens)):
             if len(value) % TOKEN_ID_BYTES:
-                raise InvalidRequest(f"{len(value)} bytes are not a whole number of token ids", param=name)
+                raise InvalidRequest(
+                    f"{name} has {len(value)} bytes, expected {TOKEN_ID_BYTES} for each token id", param=name
+                )
         num_prompt = len(request.prompt) // TOKEN_ID_BYTES
         self._check_length(num_prompt)
         self._check_sampling(request)
         self._check_identity(request, num_prompt)
         tokens = array("I", request.prompt + request.resumed_tokens)
         if self.vocab_size < _ALL_TOKEN_IDS and (largest := max(tokens)) >= self.vocab_size:
-            raise InvalidRequest(f"token id {largest} is outside the vocabulary of {self.vocab_size}", param="prompt")
+            raise InvalidRequest(
+                f"the prompt has the token id {largest}, expected one from 0 to {self.vocab_size - 1}", param="prompt"
+            )
         return tokens
 
     def _check_length(self, num_prompt: int) -> None:
         if num_prompt == 0:
-            raise InvalidRequest("the prompt has no tokens", param="prompt")
+            raise InvalidRequest("the prompt has no tokens, expected at least one", param="prompt")
         if num_prompt + 1 > self.max_model_len:
             raise ContextTooLong(
-                f"prompt {num_prompt} tokens + 1 of output > {self.max_model_len}, the longest context: "
-                f"at most {self.max_model_len - 1} prompt tokens",
+                f"the prompt has {num_prompt} tokens, the model's context is {self.max_model_len}: "
+                f"at most {self.max_model_len - 1} prompt tokens leave room for an answer",
                 param="prompt",
             )
         if num_prompt + 1 > self.capacity_tokens:
             raise ContextTooLong(
-                f"prompt {num_prompt} tokens + 1 of output > {self.capacity_tokens}, the KV cache of this worker "
-                f"({self.num_blocks} blocks of {self.block_size}): at most {self.capacity_tokens - 1} prompt tokens",
+                f"the prompt has {num_prompt} tokens, the KV cache of the worker holds {self.capacity_tokens} "
+                f"({self.num_blocks} blocks of {self.block_size}): at most {self.capacity_tokens - 1} prompt tokens "
+                "leave room for an answer",
                 param="prompt",
             )
 
     def _check_sampling(self, request: EngineRequest) -> None:
         sampling = request.sampling
         if sampling.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {sampling.max_tokens}: at least 1", param="max_tokens")
+            raise InvalidRequest(f"max_tokens is {sampling.max_tokens}, expected at least 1", param="max_tokens")
         if not 0 <= sampling.min_tokens <= sampling.max_tokens:
             raise InvalidRequest(
-                f"min_tokens is {sampling.min_tokens}: from 0 to max_tokens, {sampling.max_tokens}", param="min_tokens"
+                f"min_tokens is {sampling.min_tokens}, expected from 0 to max_tokens, {sampling.max_tokens}",
+                param="min_tokens",
             )
 
     def _check_identity(self, request: EngineRequest, num_prompt: int) -> None:
         if len(request.namespace) > _MAX_NAMESPACE_BYTES:
-            raise InvalidRequest(f"{len(request.namespace)} bytes, at most {_MAX_NAMESPACE_BYTES}", param="namespace")
+            raise InvalidRequest(
+                f"namespace has {len(request.namespace)} bytes, at most {_MAX_NAMESPACE_BYTES} fit", param="namespace"
+            )
         expected = num_prompt // self.block_size * BLOCK_ID_BYTES
         if request.block_ids and len(request.block_ids) != expected:
             raise InvalidRequest(
-                f"{len(request.block_ids)} bytes of block ids for {num_prompt} prompt tokens in blocks of "
-                f"{self.block_size}: {expected} or none",
+                f"block_ids has {len(request.block_ids)} bytes for {num_prompt} prompt tokens in blocks of "
+                f"{self.block_size}, expected {expected} or none",
                 param="block_ids",
             )

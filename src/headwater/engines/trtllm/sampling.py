@@ -51,7 +51,9 @@ def _biases(biases: dict[int, float], vocab_size: int) -> Any:
     found = torch.zeros(vocab_size, dtype=torch.float32)
     for token, bias in biases.items():
         if not 0 <= token < vocab_size:
-            raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab_size}", param="logit_bias")
+            raise InvalidRequest(
+                f"logit_bias has the key {token}, expected a token id from 0 to {vocab_size - 1}", param="logit_bias"
+            )
         found[token] = bias
     return found
 

@@ -45,7 +45,7 @@ def vllm_sampling(
             extra_args={"kv_transfer_params": kv_params} if kv_params is not None else None,
         )
     except (VLLMClientError, ValueError) as error:
-        raise InvalidRequest(f"vLLM: {error}") from error
+        raise InvalidRequest(f"vLLM: {error}", param=getattr(error, "parameter", None)) from error
 
 
 def _structured(spec: StructuredSpec | None) -> StructuredOutputsParams | None:

@@ -7,6 +7,7 @@ next message begins can no longer be trusted.
 """
 
 import itertools
+import json
 import re
 import secrets
 from urllib.parse import unquote_to_bytes
@@ -14,6 +15,7 @@ from urllib.parse import unquote_to_bytes
 _HOST = re.compile(rb"(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]+)(?::[0-9]{0,5})?")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._~:/+=@-]{1,128}")
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
+_SHOWN_BYTES = 60
 _CONTROL = re.compile("[\x00-\x1f\x7f]")
 
 SINGLE_HEADERS = frozenset(
@@ -31,6 +33,12 @@ class BadHead(Exception):
         self.message = message
 
 
+def quoted(value: bytes) -> str:
+    """What a client has sent, cut to a length fit for a message."""
+    text = json.dumps(value[:_SHOWN_BYTES].decode("latin-1"))
+    return text if len(value) <= _SHOWN_BYTES else f'{text[:-1]}…" ({len(value):,} bytes)'
+
+
 def check_framing(version: str, headers: dict[bytes, bytes]) -> int:
     """The length of the body in bytes; -1 when it is chunked."""
     if version not in ("1.1", "1.0"):
@@ -41,14 +49,14 @@ def check_framing(version: str, headers: dict[bytes, bytes]) -> int:
         if length is None:
             return 0
         if not length.isdigit():
-            raise BadHead(400, "content-length is not a number")
+            raise BadHead(400, f"content-length is {quoted(length)}, expected a number of bytes")
         return int(length)
     if length is not None:
-        raise BadHead(400, "both content-length and transfer-encoding are given")
+        raise BadHead(400, "both content-length and transfer-encoding are given, expected one of them")
     if version == "1.0":
-        raise BadHead(400, "transfer-encoding is not known to HTTP/1.0")
+        raise BadHead(400, "transfer-encoding is not known to HTTP/1.0, expected content-length")
     if encoding.lower() != b"chunked":
-        raise BadHead(501, "the only transfer-encoding supported is chunked")
+        raise BadHead(501, f"transfer-encoding is {quoted(encoding)}, expected chunked")
     return -1
 
 
@@ -56,7 +64,7 @@ def check_coding(headers: dict[bytes, bytes]) -> None:
     """Compressed bodies are not taken: a small one could unfold to anything."""
     coding = headers.get(b"content-encoding")
     if coding is not None and coding.lower() not in (b"", b"identity"):
-        raise BadHead(415, "the body has a content-encoding; only plain bodies are accepted")
+        raise BadHead(415, f"content-encoding is {quoted(coding)}, expected a plain body")
 
 
 def check_host(version: str, headers: dict[bytes, bytes]) -> None:
@@ -66,7 +74,7 @@ def check_host(version: str, headers: dict[bytes, bytes]) -> None:
             raise BadHead(400, "the host header is missing")
         return
     if host and not _HOST.fullmatch(host):
-        raise BadHead(400, "the host header is not a host name with an optional port")
+        raise BadHead(400, f"the host header is {quoted(host)}, expected a host name with an optional port")
 
 
 def split_target(method: str, target: bytes, host: bytes | None) -> tuple[str, str]:
@@ -91,9 +99,10 @@ def split_target(method: str, target: bytes, host: bytes | None) -> tuple[str, s
 def _origin_form(target: bytes, host: bytes | None) -> bytes:
     match = _ABSOLUTE.fullmatch(target)
     if match is None:
-        raise BadHead(400, "the request target must begin with /")
+        raise BadHead(400, f"the request target is {quoted(target)}, expected one that begins with /")
     if host is None or match[1].lower() != host.lower():
-        raise BadHead(400, "the request target names another host than the host header")
+        other = "missing" if host is None else quoted(host)
+        raise BadHead(400, f"the request target names the host {quoted(match[1])}, the host header is {other}")
     return match[2] if match[2].startswith(b"/") else b"/" + match[2]
 
 

@@ -15,7 +15,15 @@ from collections.abc import Callable
 import httptools
 
 from headwater.frontend.http.base import HttpRequest
-from headwater.frontend.http.head import SINGLE_HEADERS, BadHead, check_coding, check_framing, check_host, split_target
+from headwater.frontend.http.head import (
+    SINGLE_HEADERS,
+    BadHead,
+    check_coding,
+    check_framing,
+    check_host,
+    quoted,
+    split_target,
+)
 from headwater.frontend.http.limits import HttpLimits
 
 IDLE, HEAD, BODY = range(3)
@@ -148,12 +156,15 @@ class RequestReader:
         headers, limits = self._headers, self._limits
         self._head_bytes += len(name) + len(value) + 4
         if self._head_bytes > limits.max_head_bytes or len(headers) >= limits.max_headers:
-            raise self._refuse(431, f"at most {limits.max_headers} headers of {limits.max_head_bytes} bytes in all")
+            raise self._refuse(
+                431,
+                f"the head is too large: at most {limits.max_headers} headers of {limits.max_head_bytes} bytes in all",
+            )
         name = name.lower()
         if name not in headers:
             headers[name] = value
         elif name in SINGLE_HEADERS:
-            raise self._refuse(400, f"the header {name.decode('latin-1')} is repeated")
+            raise self._refuse(400, f"the header {name.decode('latin-1')} is repeated, expected once")
         else:
             headers[name] += b", " + value
 
@@ -183,7 +194,7 @@ class RequestReader:
         expect = headers.get(b"expect")
         if expect is not None and version == "1.1":
             if expect.lower() != b"100-continue":
-                raise BadHead(417, "the only expectation supported is 100-continue")
+                raise BadHead(417, f"expect is {quoted(expect)}, expected 100-continue")
             self.expects_continue = True
 
     def on_body(self, piece: bytes) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headwater.clock import Clock
-from headwater.errors import DeadlineExceeded, HeadwaterError
+from headwater.errors import DeadlineExceeded, HeadwaterError, RequestError
 from headwater.frontend.dispatch import Dispatcher
 from headwater.frontend.http.base import Headers, Responder
 from headwater.frontend.http.replies import JSON, reply_for
@@ -108,6 +108,8 @@ class Answer(ABC):
     def fail(self, error: HeadwaterError) -> None:
         if not self._ended:
             self._end()
+            if isinstance(error, RequestError) and error.param == "prompt":
+                error.param = self._generation.prompt_param  # workers know it by one name
             self._answer_failure(error)
 
     def _abandon(self) -> None:

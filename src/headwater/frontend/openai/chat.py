@@ -21,6 +21,7 @@ from headwater.frontend.openai.sampling import (
 from headwater.frontend.openai.schema import ChatMessage, ChatRequest, NvExt, TokenizeRequest
 from headwater.frontend.openai.tool_choice import tool_use
 from headwater.frontend.postprocess.stop import StopStrings
+from headwater.frontend.preprocess.prompt import MostTokens
 from headwater.frontend.preprocess.template import ChatTemplate
 from headwater.frontend.preprocess.tokenizer import unpack_ids
 
@@ -42,8 +43,7 @@ def prepare_chat(body: bytes, models: ModelLookup, asker: Asker, *, strict: bool
     text = prompt_text(fields.messages, fields, parsed.plain, model, tools_shown=tools.shown)
     ids = model.limits.encode(model.tokenizer, text, "messages", add_special_tokens=fields.add_special_tokens)
     prompt = model.limits.prompt(ids, model.namespace(asker.salt(fields), fields.model), text)
-    asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-    max_tokens = model.limits.fit_max_tokens(prompt.num_tokens, asked, None, "messages")
+    max_tokens = model.limits.fit_max_tokens(prompt.num_tokens, _most_tokens(fields), "messages")
     stops = stop_strings(fields)
     nvext = fields.nvext or _NO_NVEXT
     choices = fields.n or 1
@@ -70,6 +70,7 @@ def prepare_chat(body: bytes, models: ModelLookup, asker: Asker, *, strict: bool
         stream=bool(fields.stream),
         stream_options=options,
         nvext=nvext,
+        prompt_param="messages",
         adapter=model.adapter(fields.model),
         priority=asker.priority(fields),
         hints=asker.hints(fields),
@@ -132,6 +133,12 @@ def _template_variables(fields: TemplateFields) -> Mapping[str, Any] | None:
     if fields.reasoning_effort is not None:
         variables["reasoning_effort"] = fields.reasoning_effort
     return variables
+
+
+def _most_tokens(fields: ChatRequest) -> MostTokens:
+    if fields.max_completion_tokens is not None:
+        return MostTokens(fields.max_completion_tokens, "max_completion_tokens")
+    return MostTokens(fields.max_tokens, "max_tokens")
 
 
 def _num_top_logprobs(fields: ChatRequest) -> int | None:

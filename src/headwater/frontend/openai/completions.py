@@ -6,7 +6,7 @@ from headwater.frontend.openai.fields import COMPLETION_UNSUPPORTED
 from headwater.frontend.openai.generation import Generation
 from headwater.frontend.openai.logprobs import LogprobWriter
 from headwater.frontend.openai.model import ModelLookup, ServedModel, served
-from headwater.frontend.openai.parse import Shape, parse_body
+from headwater.frontend.openai.parse import Shape, parse_body, short_json
 from headwater.frontend.openai.preparation import Asker, stream_options
 from headwater.frontend.openai.sampling import (
     sampling_params,
@@ -16,7 +16,7 @@ from headwater.frontend.openai.sampling import (
 )
 from headwater.frontend.openai.schema import MAX_PROMPTS, CompletionRequest, NvExt
 from headwater.frontend.postprocess.stop import StopStrings
-from headwater.frontend.preprocess.prompt import Prompt
+from headwater.frontend.preprocess.prompt import MostTokens, Prompt
 from headwater.frontend.preprocess.tokenizer import pack_ids, unpack_ids
 
 COMPLETION = Shape.of(CompletionRequest, COMPLETION_UNSUPPORTED)
@@ -40,10 +40,8 @@ def prepare_completion(body: bytes, models: ModelLookup, asker: Asker, *, strict
             f"at most {MAX_PROMPTS} fit",
             param="prompt",
         )
-    max_tokens = [
-        model.limits.fit_max_tokens(prompt.num_tokens, fields.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
-        for prompt in prompts
-    ]
+    asked = MostTokens(fields.max_tokens, "max_tokens", DEFAULT_MAX_TOKENS)
+    max_tokens = [model.limits.fit_max_tokens(prompt.num_tokens, asked, "prompt") for prompt in prompts]
     echo = [_text_of(prompt, model) for prompt in prompts] if fields.echo else None
     stops = stop_strings(fields)
     nvext = fields.nvext or _NO_NVEXT
@@ -98,7 +96,7 @@ def _prompts(fields: CompletionRequest, model: ServedModel, namespace: bytes) ->
         elif isinstance(item, list):
             prompts.append(_from_ids(item, model, namespace, at))
         else:
-            raise InvalidRequest(f"{at} is a number among prompts, expected a text or token ids", param=at)
+            raise InvalidRequest(f"{at} is {item} among prompts, expected a text or token ids", param=at)
     return prompts
 
 
@@ -115,7 +113,10 @@ def _from_ids(ids: list[int] | list[str | int | list[int]], model: ServedModel, 
     model.limits.check_tokens(len(ids), at)
     for number, token_id in enumerate(ids):
         if not isinstance(token_id, int):
-            raise InvalidRequest(f"{at}[{number}] is not a number among token ids", param=f"{at}[{number}]")
+            raise InvalidRequest(
+                f"{at}[{number}] is {short_json(token_id)} among token ids, expected an integer",
+                param=f"{at}[{number}]",
+            )
         if not 0 <= token_id < model.vocab_size:
             raise InvalidRequest(
                 f"{at}[{number}] is {token_id}, expected a token id from 0 to {model.vocab_size - 1:,}",
@@ -135,7 +136,8 @@ def _logprob_writer(fields: CompletionRequest, model: ServedModel) -> LogprobWri
         return None
     if fields.echo:
         raise InvalidRequest(
-            "echo with logprobs asks for log probabilities of the prompt; they are given for generated tokens only",
+            f"echo is true and logprobs is {fields.logprobs}, expected one of them: "
+            "log probabilities of the prompt are not given",
             param="echo",
         )
     return LogprobWriter(model, as_token_ids=bool(fields.return_tokens_as_token_ids))

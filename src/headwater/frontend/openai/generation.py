@@ -57,6 +57,8 @@ class Generation(msgspec.Struct, frozen=True):
     stream: bool
     stream_options: StreamOptions
     nvext: NvExt
+    prompt_param: str = "prompt"
+    """The field with the prompts."""
     adapter: str | None = None
     priority: int = 0
     hints: RoutingHints = NO_HINTS

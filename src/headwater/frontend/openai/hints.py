@@ -50,14 +50,17 @@ def routing_hints(fields: GenerationFields, headers: Headers, tenant: str, salt:
 
 def header_priority(headers: Headers) -> int | None:
     """Higher is served first. Raises `InvalidRequest`."""
-    given = _header(headers, _PRIORITY_HEADERS)
-    if given is None:
+    name = next((name for name in _PRIORITY_HEADERS if headers.get(name)), None)
+    given = None if name is None else _header(headers, (name,))
+    if name is None or given is None:
         return None
     sign = given[:1] == "-"
     digits = given[sign:]
     if not (digits.isascii() and digits.isdigit() and len(digits) <= 10 and int(digits) <= _MAX_PRIORITY):
+        param = name.decode()
         raise InvalidRequest(
-            f"x-request-priority is {short_json(given)}, expected an integer of 32 bits", param="x-request-priority"
+            f"{param} is {short_json(given)}, expected an integer from -{_MAX_PRIORITY:,} to {_MAX_PRIORITY:,}",
+            param=param,
         )
     return -int(digits) if sign else int(digits)
 

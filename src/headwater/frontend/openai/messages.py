@@ -48,7 +48,7 @@ def _template_message(message: ChatMessage, plain: Plain, path: str, knows_devel
     if isinstance(content, str) and message.tool_calls is None and None not in plain.values() and role != "developer":
         return plain
     changed = {name: value for name, value in plain.items() if value is not None}
-    changed["content"] = _text(message, path)
+    changed["content"] = _text(message, plain, path)
     if role == "developer" and not knows_developer:
         changed["role"] = "system"
     if message.tool_calls:
@@ -58,26 +58,38 @@ def _template_message(message: ChatMessage, plain: Plain, path: str, knows_devel
     return changed
 
 
-def _text(message: ChatMessage, path: str) -> str:
+def _text(message: ChatMessage, plain: Plain, path: str) -> str:
     content = message.content
     if isinstance(content, str):
         return content
     if content is None:
         if message.role == "assistant":
             return ""
-        raise InvalidRequest(f"{path}.content is missing, expected a text", param=f"{path}.content")
-    return "\n".join([_part_text(part, f"{path}.content[{number}]") for number, part in enumerate(content)])
+        raise _absent("content", plain, path, "a text or an array of text parts")
+    return "\n".join(
+        [
+            _part_text(part, given, f"{path}.content[{number}]")
+            for number, (part, given) in enumerate(zip(content, plain["content"], strict=True))
+        ]
+    )
 
 
-def _part_text(part: ContentPart, path: str) -> str:
+def _part_text(part: ContentPart, plain: Plain, path: str) -> str:
     if part.type not in _TEXT_PARTS:
         raise InvalidRequest(
             f"{path}.type is {short_json(part.type)}: this model is served for text only, expected a part of type text",
             param=f"{path}.type",
         )
-    if part.text is None:
-        raise InvalidRequest(f"{path}.text is missing", param=f"{path}.text")
-    return part.text
+    text = part.refusal if part.type == "refusal" else part.text
+    if text is None:
+        raise _absent("refusal" if part.type == "refusal" else "text", plain, path, "a text")
+    return text
+
+
+def _absent(name: str, plain: Plain, path: str, expected: str) -> InvalidRequest:
+    """For a member that may be left out elsewhere, and not here."""
+    how = "null" if name in plain else "missing"
+    return InvalidRequest(f"{path}.{name} is {how}, expected {expected}", param=f"{path}.{name}")
 
 
 def _tool_calls(message: ChatMessage, plain: Plain, path: str) -> list[Plain]:

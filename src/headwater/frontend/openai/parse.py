@@ -67,7 +67,7 @@ def parse_body(shape: Shape[RequestT], body: bytes, *, strict: bool) -> Parsed[R
     try:
         fields = msgspec.convert(plain, shape.struct)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), plain) from error
+        raise _explain(str(error), plain, shape.struct) from error
     return Parsed(fields, plain, warnings)
 
 
@@ -203,18 +203,31 @@ _WORDS = {
     "object": "an object",
     "null": "null",
 }
+_FITTING: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
 
 
-def _explain(message: str, plain: Plain) -> InvalidRequest:
+_UNFIT = object()
+"""No field takes it."""
+
+
+def _explain(message: str, plain: Plain, struct: type[msgspec.Struct]) -> InvalidRequest:
     """msgspec's complaint in the words of JSON, with the value that was given."""
     at = _AT.search(message)
     path = at["path"] if at else ""
     if path.endswith("[...]"):
-        return _explain_member(path.removesuffix("[...]"), message)
+        return _explain_member(path.removesuffix("[...]"), message, plain)
     missing = _MISSING.search(message)
     if missing:
         name = f"{path}.{missing['name']}" if path else missing["name"]
-        return InvalidRequest(f"{name} is missing", param=name)
+        return InvalidRequest(f"{name} is missing{_wanted(missing['name'], path, plain, struct)}", param=name)
     expected = _EXPECTED.search(message)
     if expected is None:
         return InvalidRequest(f"{path or 'the body'}: {message.split(' - at ')[0]}", param=path or None)
@@ -222,11 +235,34 @@ def _explain(message: str, plain: Plain) -> InvalidRequest:
     return InvalidRequest(f"{path or 'the body'} is {given}, expected {_in_words(expected)}", param=path or None)
 
 
-def _explain_member(path: str, message: str) -> InvalidRequest:
-    """msgspec does not say which member of an object with free names it means."""
+def _wanted(name: str, path: str, plain: Plain, struct: type[msgspec.Struct]) -> str:
+    """What a missing member would have to be: msgspec says it of a wrong one."""
+    parent = _look_up(plain, path)
+    if not isinstance(parent, dict) or name in parent:
+        return ""
+    parent[name] = _UNFIT
+    try:
+        msgspec.convert(plain, struct)
+    except msgspec.ValidationError as error:
+        expected = _EXPECTED.search(str(error))
+        return f", expected {_in_words(expected)}" if expected is not None else ""
+    finally:
+        del parent[name]
+    return ""
+
+
+def _explain_member(path: str, message: str, plain: Plain) -> InvalidRequest:
+    """msgspec does not say which member of an object with free names it means: the first that is of no fitting kind."""
     expected = _EXPECTED.search(message)
-    what = _in_words(expected) if expected is not None else "another value"
-    return InvalidRequest(f"a member of {path} is wrong, expected {what}", param=path)
+    if expected is None:
+        return InvalidRequest(f"{path} has a member that does not fit: {message.split(' - at ')[0]}", param=path)
+    kinds = {kind for what in expected["what"].split(" | ") for kind in _FITTING.get(what, ())}
+    for name, value in _look_up(plain, path).items():
+        if type(value) not in kinds:
+            return InvalidRequest(
+                f"{path} has {short_json(value)} for {short_json(name)}, expected {_in_words(expected)}", param=path
+            )
+    return InvalidRequest(f"{path} has a member that does not fit, expected {_in_words(expected)}", param=path)
 
 
 def _in_words(expected: re.Match[str]) -> str:

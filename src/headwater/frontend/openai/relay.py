@@ -158,7 +158,7 @@ class RelayAnswer:
         seen, card = self._seen, self._model.card
         text = bytes(seen.messages) or bytes(seen.prompt)
         if not text:
-            raise InvalidRequest("messages or prompt is missing", param="messages")
+            raise InvalidRequest("messages or prompt is missing, expected one of them", param="messages")
         longest = (card.max_model_len - 1) * TOKEN_ID_BYTES
         prompt = text[:longest] + bytes(-min(len(text), longest) % TOKEN_ID_BYTES)
         key = namespace(card.fingerprint, card.kv_layout, salt=asker.salt(fields))

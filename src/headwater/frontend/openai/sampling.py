@@ -17,6 +17,7 @@ _SEED_MASK = 2**63 - 1
 _MAX_SPEC_CHARS = 262_144
 _MAX_BIAS = 100
 _FORMATS = ("text", "json_object", "json_schema")
+_TEXTS = {"regex": "regular expression", "grammar": "grammar"}
 _SCHEMA_PARAM = "response_format.json_schema.schema"
 
 
@@ -169,13 +170,16 @@ def _schema_text(asked: JsonSchemaFormat | None) -> str:
 def _spec_text(param: str, kind: StructuredKind, value: Any) -> str:
     if kind == "json_object":
         return ""
-    if kind == "choice" and (not value or not all(value)):
-        raise InvalidRequest(f"{param} is {short_json(value)}, expected texts that are not empty", param=param)
+    if kind == "choice" and not value:
+        raise InvalidRequest(f"{param} is an empty array, expected one or more texts", param=param)
+    if kind == "choice" and "" in value:
+        at = f"{param}[{value.index('')}]"
+        raise InvalidRequest(f"{at} is empty, expected a text of one character or more", param=at)
     if kind == "json_schema" and isinstance(value, str):
         return _checked_schema(param, value)
     if isinstance(value, str):
         if not value:
-            raise InvalidRequest(f"{param} is empty", param=param)
+            raise InvalidRequest(f"{param} is empty, expected a {_TEXTS[kind]}", param=param)
         return value
     return msgspec.json.encode(value).decode()
 

@@ -129,6 +129,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
+    refusal: str | None = None
+    """What a part of that type says."""
 
 
 class FunctionCall(msgspec.Struct):

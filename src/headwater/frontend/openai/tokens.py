@@ -32,7 +32,7 @@ def _text(fields: TokenizeRequest, plain: Plain, model: ServedModel) -> tuple[st
             raise InvalidRequest("prompt and messages are both given, expected one of them", param="prompt")
         return fields.prompt, True if given is None else given
     if fields.messages is None:
-        raise InvalidRequest("prompt is missing, expected a text, or messages", param="prompt")
+        raise InvalidRequest("prompt and messages are missing or null, expected one of them", param="prompt")
     return prompt_text(fields.messages, fields, plain, model, tools_shown=bool(fields.tools)), bool(given)
 
 

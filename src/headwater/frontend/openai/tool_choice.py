@@ -63,6 +63,9 @@ def tool_use(fields: ChatRequest, model: ServedModel, structured: StructuredSpec
         )
     functions = [tool.function for tool in fields.tools]
     if isinstance(choice, NamedToolChoice):
+        if choice.type != "function":
+            message = f"tool_choice.type is {short_json(choice.type)}, expected function"
+            raise InvalidRequest(message, param="tool_choice.type")
         return _named(choice.function.name, functions)
     if choice == "required":
         return ToolUse(shown=True, structured=_any_call(functions), reading="forced")

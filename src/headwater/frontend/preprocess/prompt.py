@@ -33,6 +33,18 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class MostTokens:
+    """How many tokens are to be generated at most."""
+
+    value: int | None
+    """As asked."""
+    param: str
+    """The field that asks."""
+    default: int | None = None
+    """Where nothing is asked; None: all that fit."""
+
+
+@dataclass(frozen=True, slots=True)
 class PromptLimits:
     """What a model takes."""
 
@@ -93,26 +105,26 @@ class PromptLimits:
                 param=param,
             )
 
-    def fit_max_tokens(self, num_prompt_tokens: int, max_tokens: int | None, default: int | None, param: str) -> int:
-        """How many tokens may be generated: as asked, else `default` (None: all that fit)."""
+    def fit_max_tokens(self, num_prompt_tokens: int, asked: MostTokens, param: str) -> int:
+        """How many tokens may be generated; `param`: the field with the prompt."""
         self.check_tokens(num_prompt_tokens, param)
         room = self.max_model_len - num_prompt_tokens
-        if max_tokens is None:
-            return room if default is None else min(default, room)
-        if max_tokens > room:
-            raise ContextTooLong(self._does_not_fit(num_prompt_tokens, max_tokens), param=param)
-        return max_tokens
+        if asked.value is None:
+            return room if asked.default is None else min(asked.default, room)
+        if asked.value > room:
+            raise self._does_not_fit(num_prompt_tokens, asked.value, asked.param, param)
+        return asked.value
 
-    def _does_not_fit(self, num_prompt_tokens: int, max_tokens: int) -> str:
+    def _does_not_fit(self, num_prompt_tokens: int, most: int, most_param: str, param: str) -> ContextTooLong:
         longest = self.max_model_len
         start = (
-            f"the prompt has {num_prompt_tokens:,} tokens and max_tokens is {max_tokens:,}, "
-            f"together {num_prompt_tokens + max_tokens:,} > {longest:,}: "
+            f"the prompt has {num_prompt_tokens:,} tokens and {most_param} is {most:,}, "
+            f"together {num_prompt_tokens + most:,} > {longest:,}: "
         )
-        at_most = f"max_tokens at most {longest - num_prompt_tokens:,} with this prompt"
-        if max_tokens >= longest:
-            return start + at_most
-        return start + f"at most {longest - max_tokens:,} prompt tokens, or {at_most}"
+        at_most = f"{most_param} at most {longest - num_prompt_tokens:,} with this prompt"
+        if most >= longest:
+            return ContextTooLong(start + at_most, param=most_param)
+        return ContextTooLong(start + f"at most {longest - most:,} prompt tokens, or {at_most}", param=param)
 
 
 def _encoded(tokenizer: Tokenizer, text: str, param: str, add_special_tokens: bool) -> bytes:

@@ -190,7 +190,8 @@ class TrtllmDialect:
             return None
         folder = self._adapters.get(adapter)
         if folder is None:
-            raise InvalidRequest(f"there is no adapter {adapter!r}: {', '.join(self._adapters) or 'none is given'}")
+            known = ", ".join(self._adapters) or "none is given"
+            raise InvalidRequest(f"there is no adapter {adapter!r}: {known}", param="model")
         return {"lora_name": adapter, "lora_int_id": adapter_number(folder), "lora_path": folder}
 
     def _unknown(self, names: Set[str]) -> Set[str]:
