@@ -4,6 +4,7 @@ import json
 import random
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -227,6 +228,42 @@ def test_bad_settings_are_refused_by_name(tmp_path: Path, flag: str) -> None:
     code, text = ask(tmp_path / "kv.sock", "serve", flag)
     assert code == 2
     assert "error" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--disk", "{folder}/new/tier:999TiB"], "may take 999.0 TiB"),
+        (["--disk", "{folder}/new/tier:64KiB"], "has no room for blocks"),
+        (["--disk", "{folder}/new/tier:8MiB", "--object", "http://bucket"], "--object http://...: expected"),
+        (["--disk", "{folder}/new/tier:8MiB", "--listen", "{taken}"], "{taken}"),
+        (["--disk", "{folder}/new/tier:8MiB", "--host", "999TiB"], "does not fit"),
+    ],
+)
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_store_that_is_refused_leaves_nothing_behind(
+    tmp_path: Path, flags: list[str], says: str, was_there: bool
+) -> None:
+    if was_there:
+        (tmp_path / "new" / "tier").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        words = {"folder": tmp_path, "taken": f"127.0.0.1:{other.getsockname()[1]}"}
+        code, text = ask(tmp_path / "sockets" / "kv.sock", "serve", *(flag.format_map(words) for flag in flags))
+    assert (code, says.format_map(words) in text) == (2, True), text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_store_that_is_refused_leaves_a_former_life_alone(tmp_path: Path) -> None:
+    flags = ("--disk", f"{tmp_path}/tier:8MiB", "--host", "8MiB")
+    with store(tmp_path, *flags) as path:
+        code, text = ask(tmp_path / "other" / "kv.sock", "serve", *flags)
+        assert (code, "is in use by another process" in text) == (2, True), text
+        assert ask(path, "verify")[0] == 0
+    before = {file: file.stat().st_ino for file in (tmp_path / "tier").iterdir()}
+    assert len(before) == 4
+    assert ask(tmp_path / "kv.sock", "serve", *flags, "--object", "http://bucket")[0] == 2
+    assert {file: file.stat().st_ino for file in (tmp_path / "tier").iterdir()} == before
 
 
 def test_of_two_shares_of_a_tenant_none_wins(tmp_path: Path) -> None:

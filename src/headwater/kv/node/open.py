@@ -18,6 +18,7 @@ from headwater.kv.node.peering import Peering, PeeringOptions
 from headwater.kv.node.prices import NodePrices
 from headwater.kv.node.server import Server
 from headwater.kv.node.store import NodeStore
+from headwater.kv.node.traces import Traces
 from headwater.kv.shares import Limits
 from headwater.kv.stores.base import TierStore
 from headwater.kv.stores.disk import DiskOptions, DiskTier
@@ -61,11 +62,12 @@ def parse_disk(text: str) -> tuple[Path, int]:
 
 
 def open_store(options: NodeOptions, clock: Clock, peers: TierStore | None = None) -> NodeStore:
-    """On the event loop that will drive it. Raises `ConfigError`; what was opened by then is left to the process."""
+    """On the event loop that will drive it. Raises `ConfigError`; no files are open then."""
     prices = NodePrices()
     host = HostTier(options.host, clock, prices.worth)
     lower: list[TierStore] = []
     limits: Limits = {}
+    disk: DiskTier | None = None
     if options.disk is not None:
         disk = DiskTier(options.disk, clock, prices.worth)
         logger.info(
@@ -76,7 +78,12 @@ def open_store(options: NodeOptions, clock: Clock, peers: TierStore | None = Non
     if peers is not None:
         lower.append(peers)
     if options.object_url:
-        lower.append(_cold(_open_object(options, clock), options.cold_format))
+        try:
+            lower.append(_cold(_open_object(options, clock), options.cold_format))
+        except ConfigError:
+            if disk is not None:
+                disk.abandon()
+            raise
     for tier in (host, *lower):
         for tenant, fraction in limits.items():
             tier.limit(tenant, fraction)
@@ -101,7 +108,16 @@ def _open_object(options: NodeOptions, clock: Clock) -> TierStore:
 
 
 async def serve_store(options: NodeOptions, path: Path, on_ready: Callable[[], None]) -> None:
-    """Until the process is told to end. Raises `ConfigError`."""
+    """Until the process is told to end. Raises `ConfigError`, and leaves nothing behind then."""
+    traces = Traces(path, options.disk.folder if options.disk is not None else None)
+    try:
+        await _serve(options, path, on_ready)
+    except ConfigError:
+        traces.remove()
+        raise
+
+
+async def _serve(options: NodeOptions, path: Path, on_ready: Callable[[], None]) -> None:
     clock = RealClock()
     peering = Peering(options.peering, clock)
     store = open_store(options, clock, peering.tier)

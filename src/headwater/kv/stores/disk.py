@@ -111,6 +111,15 @@ class DiskTier(LedgerTier):
             return
         self._io.close(wait=True)
         self._save_limits()
+        self._let_go()
+
+    def abandon(self) -> None:
+        """Instead of `close`, before anything was asked of it."""
+        self._closed = True
+        self._io.close(wait=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
         self.ledger.table.close()
         self._files.close()
 

@@ -13,6 +13,7 @@ import fcntl
 import logging
 import mmap
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +28,30 @@ from headwater.kv.table import RECORD_BYTES
 
 logger = logging.getLogger(__name__)
 
+LOCK = "lock"
 VERSION = 1
-_NAMES = frozenset({"lock", "manifest", "manifest.new", "records", "blocks"})
+_NAMES = frozenset({LOCK, "manifest", "manifest.new", "records", "blocks"})
 _MAX_MANIFEST_BYTES = 16 << 20
 _MAX_CHUNKS = 1 << 20
 """A manifest that asks for more is damaged: each takes memory."""
 _MANIFEST_ALLOWANCE = 64 << 10
 """Of the cap, set aside for the manifest and file system overhead."""
+
+
+def names_in(folder: Path) -> frozenset[str]:
+    """Of the files of a tier, those that are there."""
+    return frozenset(name for name in _NAMES if (folder / name).exists())
+
+
+def remove_files(folder: Path, *, spared: Collection[str]) -> None:
+    """Of a tier that was not opened for good; nothing if a process has it open. Raises `OSError`."""
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for name in _NAMES.difference(spared):
+            (folder / name).unlink(missing_ok=True)
+    finally:
+        os.close(fd)
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -118,10 +136,12 @@ class DiskFiles:
         self._close_all()
 
     def _lock(self) -> None:
-        fd = self._open("lock", os.O_RDWR | os.O_CREAT)
+        fd = self._open(LOCK, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if not os.path.samestat(os.fstat(fd), os.stat(self.folder / LOCK)):
+                raise BlockingIOError  # whoever made it has just taken it away again
+        except (BlockingIOError, FileNotFoundError):
             raise ConfigError(
                 f"the disk tier at {self.folder} is in use by another process",
                 hint="one process per node owns it: see `headwater kv serve`",
