@@ -23,13 +23,15 @@ from headwater.perf.aiconfigurator import ENGINES, SYSTEMS, SiliconSteps
 from headwater.perf.model import PerfState, StepModel
 from headwater.perf.prior import LinearSteps
 from headwater.perf.roofline import DEVICES, MODELS, Roofline
+from headwater.router.disagg import MODES, DisaggSettings
 from headwater.router.policies import BUILTIN
 from headwater.runtime.parent import die_with_parent
 from headwater.sim.cluster import SimConfig
 from headwater.sim.conditions import Conditions
+from headwater.sim.handoffs import KvLink, PoolConfig
 from headwater.sim.mixes import MIXES, Mix
 from headwater.sim.page import Outcome, page
-from headwater.sim.report import COLUMNS, SimReport, cells
+from headwater.sim.report import SimReport, cells, columns
 from headwater.sim.run import Load, Routing, SimRun
 from headwater.sim.scenarios import SCENARIOS, Scenario
 from headwater.sim.tiers import TierConfig, TierSpec
@@ -62,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--workers-per-node", type=int, default=8, metavar="N", help="that share host and disk tier")
     cluster.add_argument("--max-num-seqs", type=int, default=256)
     cluster.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    _add_pools(parser.add_argument_group("pools"))
     router = parser.add_argument_group("router")
     names = f"{', '.join(BUILTIN)}; NAME@0.5: that share of decode time counts; NAME+queue: behind the queue; `all`"
     router.add_argument("--policy", action="append", default=[], metavar="NAME", help=names)
@@ -70,6 +73,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="one JSON object per line and run")
     output.add_argument("--html", type=Path, metavar="FILE", help="a report with charts, in one file")
     output.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the runs")
+
+
+def _add_pools(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--prefill", type=int, action="append", default=[], metavar="N", help="workers that only prefill, ..."
+    )
+    group.add_argument(
+        "--decode", type=int, action="append", default=[], metavar="M", help="... for so many that decode; in pairs"
+    )
+    routed = "which prompts go to prefill workers: those for which it pays, all, none, long ones"
+    group.add_argument("--disagg", choices=MODES, default="plan", help=routed)
+    long = "with threshold: tokens left to compute from which on a prompt goes"
+    advanced(group.add_argument("--disagg-threshold", type=int, default=512, metavar="N", help=long))
+    link = "speed of KV between workers; 0: in no time"
+    group.add_argument("--link-gb-per-s", type=float, default=25.0, metavar="X", help=link)
+    late = "of every word and every read between workers (1ms)"
+    group.add_argument("--link-latency", type=seconds, default=0.001, metavar="TIME", help=late)
+    believed = "what the router believes of that speed, for its prices"
+    advanced(group.add_argument("--transfer-gb-per-s", type=float, default=10.0, metavar="X", help=believed))
 
 
 def _add_conditions(group: argparse._ArgumentGroup) -> None:
@@ -143,7 +165,7 @@ def _table(reports: Sequence[SimReport]) -> Table:
     first = reports[0]
     title = f"{first.trace}, {first.workers} workers, {first.mode}: reuse up to {first.ceiling:.1%} is possible"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in COLUMNS:
+    for column in columns(first):
         table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for report in reports:
         table.add_row(*cells(report))
@@ -159,7 +181,8 @@ def _cell(report: SimReport) -> tuple[str, int, str]:
 
 def _staged(args: argparse.Namespace) -> Scenario:
     """Let a scenario speak for the flags of load, cluster and router."""
-    if args.trace or args.mix or args.speed or args.closed or args.workers or args.device or args.policy:
+    own = (args.trace, args.mix, args.speed, args.closed, args.workers, args.prefill, args.device, args.policy)
+    if any(own):
         raise ConfigError(f"--scenario {args.scenario} brings its own load, cluster and policies")
     scenario = SCENARIOS[args.scenario]
     args.speed, args.closed, args.workers = [*scenario.speeds], [*scenario.closed], [scenario.workers]
@@ -173,15 +196,35 @@ def _runs(args: argparse.Namespace) -> Iterator[SimRun]:
     routings = [Routing.parse(policy) for policy in policies]
     for routing in routings:
         load_policy(routing.policy, routing.settings)
-    times = _times(args)
+    times, sizes = _times(args), list(_sizes(args))
     for load in _loads(args):
-        for workers in args.workers or [8]:
-            for config in _configs(args, workers):
+        for workers, pools in sizes:
+            for config in _configs(args, workers, pools):
                 for routing in routings:
                     yield SimRun(load, config, times, routing)
 
 
-def _configs(args: argparse.Namespace, workers: int) -> Iterator[SimConfig]:
+def _sizes(args: argparse.Namespace) -> Iterator[tuple[int, PoolConfig | None]]:
+    """Workers that do both, and pools."""
+    if len(args.prefill) != len(args.decode):
+        raise ConfigError("--prefill and --decode come in pairs", hint="for example --prefill 2 --decode 6")
+    for workers in args.workers or ([] if args.prefill else [8]):
+        yield workers, None
+    for prefill, decode in zip(args.prefill, args.decode, strict=True):
+        if min(prefill, decode) < 1:
+            raise ConfigError(f"--prefill {prefill} --decode {decode}: at least 1 of each")
+        yield prefill + decode, _pools(args, prefill, decode)
+
+
+def _pools(args: argparse.Namespace, prefill: int, decode: int) -> PoolConfig:
+    if args.link_gb_per_s < 0 or args.transfer_gb_per_s <= 0 or args.disagg_threshold < 0:
+        raise ConfigError("--link-gb-per-s and --disagg-threshold: 0 or more; --transfer-gb-per-s: more than 0")
+    believed = DisaggSettings(args.disagg, args.disagg_threshold, args.transfer_gb_per_s * 1e6)
+    link = KvLink(args.link_gb_per_s * 1e9, args.link_latency)
+    return PoolConfig(prefill, decode, round(_kv_bytes_per_token(args)), believed, link)
+
+
+def _configs(args: argparse.Namespace, workers: int, pools: PoolConfig | None) -> Iterator[SimConfig]:
     _check_at_least_one(args, workers)
     config = SimConfig(
         num_workers=workers,
@@ -191,6 +234,7 @@ def _configs(args: argparse.Namespace, workers: int) -> Iterator[SimConfig]:
         max_num_batched_tokens=args.max_num_batched_tokens,
         conditions=_conditions(args),
         tiers=_tiers(args),
+        pools=pools,
     )
     for speed in args.speed or ([] if args.closed else [1.0]):
         if speed <= 0:
@@ -210,11 +254,15 @@ def _check_at_least_one(args: argparse.Namespace, workers: int) -> None:
 
 
 def _tiers(args: argparse.Namespace) -> TierConfig:
-    """KV bytes are those of --model, over all its devices."""
+    block_bytes = round(_kv_bytes_per_token(args) * args.block_size)
+    return TierConfig(tuple(map(TierSpec.parse, args.kv_tier)), block_bytes, max(1, args.workers_per_node))
+
+
+def _kv_bytes_per_token(args: argparse.Namespace) -> float:
+    """Those of --model, over all its devices."""
     if args.model not in MODELS:
         raise ConfigError(f"no figures for the model {args.model!r}", hint=f"one of {', '.join(MODELS)}")
-    block_bytes = round(MODELS[args.model].kv_bytes_per_token * args.block_size)
-    return TierConfig(tuple(map(TierSpec.parse, args.kv_tier)), block_bytes, max(1, args.workers_per_node))
+    return MODELS[args.model].kv_bytes_per_token
 
 
 def _conditions(args: argparse.Namespace) -> Conditions:

@@ -166,6 +166,7 @@ class SimCluster:
             num_steps=sum(worker.num_steps for worker in self._workers),
             num_refused=self._num_refused,
             loaded_blocks=loaded_blocks(self._stores),
+            num_prefill_workers=self._config.pools.num_prefill if self._config.pools is not None else 0,
             handoffs=self._handoff_totals(),
             history=self._history,
         )

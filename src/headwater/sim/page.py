@@ -1,6 +1,6 @@
 """The report of a set of runs as one HTML file: tables and charts, no script, nothing loaded from elsewhere."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import groupby
 
@@ -39,6 +39,13 @@ _TABLE: tuple[tuple[str, str, str, int], ...] = (
     ("utilisation", "utilisation", "{:.0%}", 0),
 )
 """Title, field, format, and whether less (1) or more (-1) is better."""
+_POOLS: tuple[tuple[str, Callable[[SimReport], str]], ...] = (
+    ("computed remotely", lambda report: f"{report.remote_rate:.0%}"),
+    ("moved GB", lambda report: f"{report.moved_bytes / 1e9:,.0f}"),
+    ("prefill busy", lambda report: f"{report.pool_utilisation['prefill']:.0%}"),
+    ("decode busy", lambda report: f"{report.pool_utilisation['decode']:.0%}"),
+)
+"""More columns, for pools."""
 
 
 def page(outcomes: Sequence[Outcome], title: str = "Simulated cluster") -> str:
@@ -74,7 +81,8 @@ def _section(outcomes: Sequence[Outcome], colours: dict[str, int]) -> str:
 
 
 def _table(reports: Sequence[SimReport]) -> str:
-    head = "".join([f"<th>{title}</th>" for title, *_ in _TABLE])
+    titles = [title for title, *_ in _TABLE] + ([title for title, _ in _POOLS] if reports[0].pools else [])
+    head = "".join([f"<th>{title}</th>" for title in titles])
     rows = "".join([f"<tr><td>{escape(report.policy)}</td>{_cells(report, reports)}</tr>" for report in reports])
     return f'<div class="wide"><table><tr><th>policy</th>{head}</tr>{rows}</table></div>'
 
@@ -85,6 +93,8 @@ def _cells(report: SimReport, reports: Sequence[SimReport]) -> str:
         value = getattr(report, field)
         best = sense and sense * value == min(sense * getattr(other, field) for other in reports)
         parts.append(f"<td{' class=best' if best else ''}>{form.format(value)}</td>")
+    if report.pools:
+        parts += [f"<td>{said(report)}</td>" for _, said in _POOLS]
     return "".join(parts)
 
 
@@ -129,16 +139,19 @@ def _bands(load: list[int]) -> list[int]:
 
 def _pareto(outcomes: Sequence[Outcome], colours: dict[str, int]) -> Iterator[str]:
     """Throughput against interactivity, for each load and size that was tried at several rates."""
-    reports = sorted([report for report, _ in outcomes], key=lambda report: (report.trace, report.workers))
+
+    def kind(report: SimReport) -> tuple[str, int, str]:
+        return report.trace, report.workers, report.pools
+
     charts: list[str] = []
-    for (trace, workers), group in groupby(reports, key=lambda report: (report.trace, report.workers)):
+    for (trace, workers, pools), group in groupby(sorted([report for report, _ in outcomes], key=kind), key=kind):
         members = list(group)
         if len({report.mode for report in members}) < 2:
             continue
         series = [Series(policy, colour, _frontier(members, policy)) for policy, colour in colours.items()]
         x = Axis.over("tokens/s per user (1 / ITL)", [across for one in series for across, _ in one.points])
         y = Axis.over("output tokens/s per worker", [up for one in series for _, up in one.points])
-        charts.append(f"<div>{line_chart(f'{trace}, {workers} workers', x, y, series, 'marked')}</div>")
+        charts.append(f"<div>{line_chart(f'{trace}, {pools or workers} workers', x, y, series, 'marked')}</div>")
     if charts:
         yield f'<h2>Throughput against interactivity</h2><div class="charts">{"".join(charts)}</div>'
 

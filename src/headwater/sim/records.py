@@ -36,5 +36,7 @@ class SimResult:
     """By the router's queue."""
     loaded_blocks: dict[Tier, int] = field(default_factory=dict[Tier, int])
     """From tiers outside the engines."""
+    num_prefill_workers: int = 0
+    """The first ones; 0: every worker does both."""
     handoffs: HandoffTotals = field(default_factory=HandoffTotals)
     history: LoadHistory = field(default_factory=LoadHistory)

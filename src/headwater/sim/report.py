@@ -23,7 +23,7 @@ class SimReport(msgspec.Struct, frozen=True):
     workers: int
     policy: str
     mode: str
-    """`x1` (arrival speed) or `closed16` (requests in flight per worker)."""
+    """`x1` (arrival speed) or `closed16` (requests in flight per worker); after the pools, if any: `2P+6D x1`."""
     requests: int
     hit_rate: float
     ceiling: float
@@ -42,19 +42,32 @@ class SimReport(msgspec.Struct, frozen=True):
     steady_tok_s: float
     """The same from when a tenth of the requests had come to when the last came: without filling and emptying."""
     imbalance: float
-    """Busiest worker's busy time over the mean."""
+    """Busiest worker's busy time over the mean; of pools, that of the more uneven one."""
     prefill_imbalance: float
-    """Most prompt tokens computed by a worker over the mean."""
+    """Most prompt tokens computed by a worker over the mean; of pools, over that of the prefill workers."""
     utilisation: float
     """Part of the time that a worker was busy, mean."""
     predicted_hit_rate: float
     """What the router expected when it chose."""
     loaded_rate: dict[str, float] = {}
     """Part of all prompt tokens that came from each tier outside the engines; they count in `hit_rate`."""
+    remote_rate: float = 0.0
+    """Part of the requests whose prompt was computed by a prefill worker."""
+    fell_back: int = 0
+    """Requests that were to be, and had to be computed where they decode, in part at least."""
+    moved_bytes: int = 0
+    """KV, from prefill to decode workers."""
+    pool_utilisation: dict[str, float] = {}
+    """Of prefill and decode workers, each by themselves."""
     refused: int = 0
     """By the router's queue; they count in no other figure."""
     sim_requests_per_min: float = 0.0
     """Simulated requests per minute of this machine's CPU time."""
+
+    @property
+    def pools(self) -> str:
+        """`2P+6D`; empty when every worker does both."""
+        return self.mode.rpartition(" ")[0]
 
 
 class SimCurves(msgspec.Struct, frozen=True):
@@ -70,9 +83,10 @@ class SimCurves(msgspec.Struct, frozen=True):
 
 
 def mode_of(config: SimConfig) -> str:
+    pools = "" if config.pools is None else f"{config.pools} "
     if config.in_flight_per_worker is not None:
-        return f"closed{config.in_flight_per_worker}"
-    return f"x{config.arrival_speed:g}"
+        return f"{pools}closed{config.in_flight_per_worker}"
+    return f"{pools}x{config.arrival_speed:g}"
 
 
 def summarise(
@@ -87,6 +101,7 @@ def summarise(
     output_tokens = sum([record.output_tokens for record in records])
     decoding_ms = sum([_e2e_ms(record) - _ttft_ms(record) for record in records])
     duration_s = max(result.duration_s, 1e-9)
+    busy = _by_pool(result, result.busy_ms)
     return SimReport(
         trace=trace,
         workers=len(result.busy_ms),
@@ -105,11 +120,15 @@ def summarise(
         e2e_ms_p99=percentile(e2e, 99),
         output_tok_s=output_tokens / duration_s,
         steady_tok_s=_steady_tok_s(records),
-        imbalance=_imbalance(result.busy_ms),
-        prefill_imbalance=_imbalance(result.prefill_tokens),
+        imbalance=max(map(_imbalance, busy.values())),
+        prefill_imbalance=_imbalance(next(iter(_by_pool(result, result.prefill_tokens).values()))),
         utilisation=fmean(result.busy_ms) / duration_s / 1e3,
         predicted_hit_rate=sum([record.predicted_cached_tokens for record in records]) / prompt_tokens,
         loaded_rate={tier: count * block_tokens / prompt_tokens for tier, count in result.loaded_blocks.items()},
+        remote_rate=sum([record.prefiller >= 0 for record in records]) / len(records),
+        fell_back=result.handoffs.fell_back,
+        moved_bytes=result.handoffs.moved_bytes,
+        pool_utilisation={pool: fmean(ms) / duration_s / 1e3 for pool, ms in busy.items() if pool},
         refused=result.num_refused,
         sim_requests_per_min=len(records) / cpu_s * 60 if cpu_s else 0.0,
     )
@@ -175,15 +194,27 @@ def _steady_tok_s(records: Sequence[SimRecord]) -> float:
     return tokens / (end_s - begin_s) if end_s > begin_s else 0.0
 
 
+def _by_pool(result: SimResult, per_worker: Sequence[float]) -> dict[str, Sequence[float]]:
+    """Prefill workers come first; one nameless pool when every worker does both."""
+    split = result.num_prefill_workers
+    return {"prefill": per_worker[:split], "decode": per_worker[split:]} if split else {"": per_worker}
+
+
 def _imbalance(per_worker: Sequence[float]) -> float:
     return max(per_worker) / max(fmean(per_worker), 1e-9)
 
 
-COLUMNS = ("policy", "hit", "TTFT ms", "p99", "ITL ms", "E2E ms", "p99", "tok/s", "imbal.")
+_COLUMNS = ("policy", "hit", "TTFT ms", "p99", "ITL ms", "E2E ms", "p99", "tok/s")
+
+
+def columns(report: SimReport) -> tuple[str, ...]:
+    """Of a table of reports of one kind."""
+    return (*_COLUMNS, "remote", "GB") if report.pools else (*_COLUMNS, "imbal.")
 
 
 def cells(report: SimReport) -> tuple[str, ...]:
-    """One row for a table under `COLUMNS`."""
+    """One row under `columns`."""
+    remote = (f"{report.remote_rate:.0%}", f"{report.moved_bytes / 1e9:,.0f}")
     return (
         report.policy,
         f"{report.hit_rate:.1%}",
@@ -193,5 +224,5 @@ def cells(report: SimReport) -> tuple[str, ...]:
         f"{report.e2e_ms_mean:,.0f}",
         f"{report.e2e_ms_p99:,.0f}",
         f"{report.output_tok_s:,.0f}",
-        f"{report.imbalance:.2f}",
+        *(remote if report.pools else (f"{report.imbalance:.2f}",)),
     )
