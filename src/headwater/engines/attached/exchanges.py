@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from aiohttp import ClientResponse
+
 from headwater.engines.attached.answer import Answer
 from headwater.engines.attached.dialects.base import Aborts, HandsOver
 from headwater.engines.attached.http import Server, Unreachable, refusal_for
@@ -53,7 +55,7 @@ class Exchanges:
             async with self._server.stream(*asked, headers) as response:
                 if response.status != 200:
                     answer.complete = True
-                    raise refusal_for(response.status, await response.content.read(_MAX_ERROR_BYTES), response.headers)
+                    raise await _refusal(response)
                 async for piece in response.content.iter_any():
                     for output in answer.feed(piece):
                         if limit is not None:
@@ -96,7 +98,7 @@ class Exchanges:
         """The answer as it is."""
         async with self._server.stream(*asked, {"x-request-id": request.request_id}) as response:
             if response.status != 200:
-                raise refusal_for(response.status, await response.content.read(_MAX_ERROR_BYTES), response.headers)
+                raise await _refusal(response)
             async for piece in response.content.iter_any():
                 self._take(SequenceOutput(request.stream, [0] * max(1, piece.count(b"\n\n")), relayed=piece))
         self._take(SequenceOutput(request.stream, [], "stop"))
@@ -110,3 +112,7 @@ class Exchanges:
     async def _tell(self, path: str, body: bytes) -> None:
         with contextlib.suppress(HeadwaterError):  # it is gone, or has long ended the answer
             await self._server.post(path, body)
+
+
+async def _refusal(response: ClientResponse) -> HeadwaterError:
+    return refusal_for(response.status, await response.content.read(_MAX_ERROR_BYTES), response.headers)
