@@ -14,9 +14,10 @@ from pathlib import Path
 from headwater.bench.traces import read_trace
 from headwater.kv.admission import AdmissionName, make_admission
 from headwater.kv.block import ROOT, Block, Family
-from headwater.kv.lifecycle import Ledger, Rules
+from headwater.kv.lifecycle import Ledger
 from headwater.kv.policies import PolicyName, make_policy
 from headwater.kv.pricing import ComputeRate
+from headwater.kv.rules import Rules
 from headwater.kv.shares import Shares
 from headwater.kv.space import PAGE_BYTES, Space
 from headwater.kv.table import RECORD_BYTES, BlockTable, index_bytes

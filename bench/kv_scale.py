@@ -21,12 +21,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from headwater.clock import RealClock
 from headwater.kv.block import ROOT, Block
 from headwater.kv.identity import chain_block_ids, namespace
-from headwater.kv.lifecycle import Ledger, Rules
+from headwater.kv.lifecycle import Ledger
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.prices import NodePrices
 from headwater.kv.node.server import Server
 from headwater.kv.node.store import NodeStore, Piece
 from headwater.kv.policies import make_policy
+from headwater.kv.rules import Rules
 from headwater.kv.shares import Shares
 from headwater.kv.space import Space, chunk_bytes_for
 from headwater.kv.stores.host import HostTier

@@ -31,9 +31,11 @@ from headwater.frontend.openai.schema import ChatRequest, CompletionRequest
 from headwater.frontend.preprocess.template import ChatTemplate
 from headwater.frontend.tenants.keyring import Keyring, KeySpec, TenantSpec, decode_keyring, encode_keyring
 from headwater.kv.block import ROOT, Block, Family
-from headwater.kv.lifecycle import Ledger, Refusal, Rules
+from headwater.kv.lifecycle import Ledger
 from headwater.kv.node import wire as kv_wire_messages
 from headwater.kv.policies import make_policy
+from headwater.kv.reservations import Refusal
+from headwater.kv.rules import Rules
 from headwater.kv.shares import Shares
 from headwater.kv.space import Space
 from headwater.kv.stores.disk_files import DiskFiles, Manifest

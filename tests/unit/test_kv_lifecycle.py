@@ -8,9 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headwater.kv import regrouping
 from headwater.kv.block import ROOT, Block, Family
 from headwater.kv.identity import chain_block_ids, split_block_ids
-from headwater.kv.lifecycle import Ledger, Refusal, Rules
+from headwater.kv.lifecycle import Ledger
 from headwater.kv.policies import PolicyName, make_policy
+from headwater.kv.reservations import Refusal
 from headwater.kv.resident import ResidentBlocks
+from headwater.kv.rules import Rules
 from headwater.kv.shares import Shares
 from headwater.kv.space import Space, slot_bytes_for
 from headwater.kv.table import RECORD_BYTES, BlockTable, Record, index_bytes

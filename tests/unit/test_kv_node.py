@@ -13,7 +13,6 @@ from headwater.errors import StoreError
 from headwater.kv.admission import AdmitAll, SecondUse
 from headwater.kv.block import ROOT, Family
 from headwater.kv.identity import split_block_ids
-from headwater.kv.lifecycle import Rules
 from headwater.kv.node import wire
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.prices import NodePrices
@@ -21,6 +20,7 @@ from headwater.kv.node.server import Server
 from headwater.kv.node.store import NodeStore, Piece
 from headwater.kv.pricing import ComputeRate
 from headwater.kv.resident import ResidentBlocks
+from headwater.kv.rules import Rules
 from headwater.kv.stores.base import TierStore
 from headwater.kv.stores.finishing import finished
 from headwater.kv.stores.host import HostTier

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
@@ -23,13 +24,13 @@ from headwater.config.schema import RuntimeConfig
 from headwater.config.units import about_bytes
 from headwater.deploy.clusters import running_clusters
 from headwater.errors import ConfigError, Unavailable
-from headwater.kv.lifecycle import Rules
 from headwater.kv.node import benchmark, wire
 from headwater.kv.node.address import default_socket
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.open import NodeOptions, parse_disk, serve_store
 from headwater.kv.node.peering import Address, PeeringOptions, parse_address, read_key
 from headwater.kv.node.server import answers
+from headwater.kv.rules import Rules
 from headwater.kv.stores.disk import DiskOptions
 from headwater.kv.stores.ledgered import TierOptions
 from headwater.logs import configure_logging
@@ -152,7 +153,7 @@ def _serve(args: argparse.Namespace) -> int:
         owner=args.owner, admission=args.admission, cold_format=args.cold_format,
     )  # fmt: skip
     socket = args.socket or default_socket()
-    asyncio.run(serve_store(options, socket, lambda: print(f"KV store at {socket}", flush=True)))
+    uvloop.run(serve_store(options, socket, lambda: print(f"KV store at {socket}", flush=True)))
     return 0
 
 
@@ -344,7 +345,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     benchmark.run_all(args.block, args.total, args.rounds, args.folder, report)
     with benchmark.store_process(64 << 20, 4096) as path:
-        row = asyncio.run(benchmark.measure_lookups(path, 32, 200))
+        row = uvloop.run(benchmark.measure_lookups(path, 32, 200))
     if args.json:
         print(json.dumps(asdict(row)))
     else:

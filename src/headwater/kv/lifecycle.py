@@ -14,10 +14,8 @@ use what it read. A block removed while leased becomes invisible at once and is 
 Pure: bytes are moved by others, time is given. One ledger has one caller.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 
 from headwater.kv.block import Block, Family
 from headwater.kv.families import Families
@@ -25,61 +23,15 @@ from headwater.kv.journal import Journal, TierEvent
 from headwater.kv.leases import Leases, Pins
 from headwater.kv.policies import Policy
 from headwater.kv.regrouping import Regrouping
+from headwater.kv.reservations import Refusal, Reservation, Reservations
 from headwater.kv.room import Room
+from headwater.kv.rules import Counters, Rules
 from headwater.kv.shares import OTHERS, Limits, Shares, ShareUsage
 from headwater.kv.space import Space, slot_bytes_for
 from headwater.kv.table import BlockTable, Record, residents
 from headwater.types import Tier
 
 _CLEAR_STEP = 1024
-
-
-class Refusal(Enum):
-    """Why nothing was reserved for a block."""
-
-    PRESENT = "present"
-    BUSY = "busy"
-    """Another holder is writing it."""
-    FULL = "full"
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Fractions are of the tier's bytes."""
-
-    write_s: float = 60.0
-    """How long a writer may take from reserve to commit."""
-    lease_s: float = 60.0
-    ttl_s: float | None = None
-    """Blocks older than this are not served."""
-    max_pinned: float = 0.5
-    max_reserved: float = 0.25
-    """What all writers together may hold."""
-    high_watermark: float = 0.98
-    low_watermark: float = 0.95
-    """Above the high one `trim` makes room down to the low one, so that a burst finds some."""
-
-
-@dataclass(slots=True)
-class Counters:
-    num_stored: int = 0
-    num_evicted: int = 0
-    num_refused: int = 0
-    num_hits: int = 0
-    num_misses: int = 0
-    num_damaged: int = 0
-    num_expired: int = 0
-    """Reservations and leases that ran out, and blocks past their time."""
-
-
-@dataclass(slots=True)
-class _Reservation:
-    holder: int
-    family: int
-    deadline: float
-    blocks: dict[int, tuple[Block, int]] = field(default_factory=dict[int, tuple[Block, int]])
-    """Per slot: block, offset."""
-    stranded: bool = False
 
 
 class Ledger:
@@ -96,11 +48,7 @@ class Ledger:
         self._policy, self._shares = policy, shares
         self._journal = Journal(tier)
         self._next_ticket = 0
-        self._reservations: dict[int, _Reservation] = {}
-        self._reservation_order: deque[tuple[float, int]] = deque()
-        self._writing: set[bytes] = set()
-        self._reserved_bytes = 0
-        self._reserved_by: dict[int, set[int]] = {}
+        self._reservations = Reservations()
         self._leases = Leases(table.capacity)
         self._readers = self._leases.readers
         self._doomed: set[int] = set()
@@ -121,14 +69,28 @@ class Ledger:
         found = self.table.find_all(b"".join([block.id for block in blocks]))
         keep = frozenset(found)
         ticket = self._ticket()
-        reservation = _Reservation(holder, number, now + self.rules.write_s)
-        answers = [
-            self._reserve(reservation, family, block, slot, keep) for block, slot in zip(blocks, found, strict=True)
-        ]
+        size = family.payload_bytes
+        group = self._shares.group_of(family.tenant)
+        reservation = Reservation(holder, number, slot_bytes_for(size), now + self.rules.write_s)
+        room = self._writers_room(size)
+        answers: list[int | Refusal] = []
+        for block, present in zip(blocks, found, strict=True):
+            if present >= 0:
+                self._policy.touch(present)
+                answers.append(Refusal.PRESENT)
+            elif block.id in self._reservations.writing:
+                answers.append(Refusal.BUSY)
+            elif len(reservation.blocks) >= room or (place := self._take(size, group, keep)) is None:
+                self.counters.num_refused += 1
+                answers.append(Refusal.FULL)
+            else:
+                slot, offset = place
+                reservation.blocks[slot] = block, offset
+                self._reservations.writing.add(block.id)
+                answers.append(slot)
         if reservation.blocks:
-            self._reservations[ticket] = reservation
-            self._reservation_order.append((reservation.deadline, ticket))
-            self._reserved_by.setdefault(holder, set()).add(ticket)
+            self.families.charge(number, len(reservation.blocks), reservation.num_bytes)
+            self._reservations.begin(ticket, reservation)
         return ticket, answers
 
     def reserved_offset(self, ticket: int, slot: int) -> int:
@@ -138,23 +100,24 @@ class Ledger:
     def commit(self, holder: int, ticket: int, checksums: Mapping[int, int], now_s: int) -> list[int]:
         """Make visible what was written, by slot, and give back the rest of the reservation. The slots committed:
         none if it came too late or was never reserved."""
-        reservation = self._reservations.get(ticket)
-        if reservation is None or reservation.holder != holder:
+        reservation = self._reservations.end(holder, ticket)
+        if reservation is None:
             return []
-        self._end_reservation(ticket, reservation)
+        number = reservation.family
+        family = self.families[number]
+        group = self._shares.group_of(family.tenant)
         committed: list[int] = []
-        family = self.families[reservation.family]
         for slot, (block, offset) in reversed(reservation.blocks.items()):
             checksum = None if reservation.stranded else checksums.get(slot)
             if checksum is not None:
-                block = block._replace(checksum=checksum)
-                record = Record(block, offset, family.payload_bytes, now_s, reservation.family)
-                if self.table.insert(slot, record):
-                    self._admit(slot, record)
+                block = Block(block.id, block.parent, block.position, checksum)
+                if self.table.insert(slot, Record(block, offset, family.payload_bytes, now_s, number)):
+                    self._policy.add(slot, group, _key(block))
                     committed.append(slot)
                     continue
-            self._give_back(reservation.family, slot, offset)
+            self._give_back(number, slot, offset)
         committed.reverse()
+        self._shares.charge(group, len(committed) * reservation.slot_bytes)
         for slot in committed if not family.beside else ():
             block = reservation.blocks[slot][0]
             self._journal.stored(block.id, block.parent)
@@ -252,9 +215,7 @@ class Ledger:
         What is being written is called off at once: a block of a cleared tenant does not appear afterwards.
         """
         meant = self.families.matching(tenant, model)
-        for reservation in self._reservations.values():
-            if reservation.family in meant:
-                self._strand(reservation)
+        self._reservations.strand(meant)
         gone = 0
         for number, (slot, record) in enumerate(self.records(), start=1):
             if self.families[record.family].matches(tenant, model):
@@ -266,9 +227,9 @@ class Ledger:
 
     def drop_holder(self, holder: int) -> None:
         """The holder is gone, for certain: nothing writes or reads on its behalf any more."""
-        for ticket in list(self._reserved_by.get(holder, ())):
+        for ticket in self._reservations.of(holder):
             reservation = self._reservations[ticket]
-            self._end_reservation(ticket, reservation)
+            self._reservations.end(holder, ticket)
             for slot, (_, offset) in reservation.blocks.items():
                 self._give_back(reservation.family, slot, offset)
         for ticket in self._leases.of(holder):
@@ -279,11 +240,7 @@ class Ledger:
         for ticket in self._leases.due(now):
             self._end_lease(ticket)
             self.counters.num_expired += 1
-        while self._reservation_order and self._reservation_order[0][0] <= now:
-            ticket = self._reservation_order.popleft()[1]
-            if (reservation := self._reservations.get(ticket)) and not reservation.stranded:
-                self._strand(reservation)
-                self.counters.num_expired += 1
+        self.counters.num_expired += self._reservations.strand_due(now)
         self._pins.expire(now)
 
     def trim(self, max_blocks: int = 256) -> int:
@@ -330,7 +287,7 @@ class Ledger:
     @property
     def num_stranded(self) -> int:
         """Places that wait for a late writer."""
-        return sum(len(one.blocks) for one in self._reservations.values() if one.stranded)
+        return self._reservations.num_stranded
 
     @property
     def pinned_bytes(self) -> int:
@@ -362,7 +319,7 @@ class Ledger:
         self.table.check()
         self.space.check()
         committed = {slot for slot, _ in self.records()}
-        reserved = [slot for one in self._reservations.values() for slot in one.blocks]
+        reserved = [slot for one in self._reservations for slot in one.blocks]
         taken = [*committed, *reserved, *self._doomed]
         owners = [slot for chunk in range(self.space.num_chunks) for slot in self.space.owners_of_chunk(chunk)]
         assert sorted(owners) == sorted(taken), "space is leaked or taken twice"
@@ -370,9 +327,7 @@ class Ledger:
         self._leases.check()
         self._pins.check(committed)
         assert all(self._readers[slot] for slot in self._doomed), "a doomed block without readers"
-        live = [one for one in self._reservations.values() if not one.stranded]
-        assert self._writing == {block.id for one in live for block, _ in one.blocks.values()}
-        assert {ticket for tickets in self._reserved_by.values() for ticket in tickets} == self._reservations.keys()
+        self._reservations.check()
         assert sum(bytes_ for _, _, bytes_ in self.families.usage()) <= self.space.used_bytes
         charged: Counter[int] = Counter()
         for slot in committed:
@@ -385,32 +340,15 @@ class Ledger:
         self._next_ticket += 1
         return self._next_ticket
 
-    def _reserve(
-        self, reservation: _Reservation, family: Family, block: Block, present: int, keep: frozenset[int]
-    ) -> int | Refusal:
-        if present >= 0:
-            self._policy.touch(present)
-            return Refusal.PRESENT
-        if block.id in self._writing:
-            return Refusal.BUSY
-        taken = self._take(family, keep)
-        if taken is None:
-            self.counters.num_refused += 1
-            return Refusal.FULL
-        slot, offset = taken
-        reservation.blocks[slot] = block, offset
-        self._writing.add(block.id)
-        slot_bytes = slot_bytes_for(family.payload_bytes)
-        self._reserved_bytes += slot_bytes
-        self.families.charge(reservation.family, 1, slot_bytes)
-        return slot
+    def _writers_room(self, size: int) -> int:
+        """How many blocks of that size may be reserved now."""
+        if not self.space.fits(size):
+            return 0
+        left = self.rules.max_reserved * self.space.num_bytes - self._reservations.num_bytes
+        return int((left - size) // slot_bytes_for(size)) + 1
 
-    def _take(self, family: Family, keep: frozenset[int]) -> tuple[int, int] | None:
+    def _take(self, size: int, group: int, keep: frozenset[int]) -> tuple[int, int] | None:
         """A record number and a place in space, evicting what has to go."""
-        size = family.payload_bytes
-        if not self.space.fits(size) or self._reserved_bytes + size > self.rules.max_reserved * self.space.num_bytes:
-            return None
-        group = self._shares.group_of(family.tenant)
         slot = self.table.take()
         if slot < 0:
             self.table_was_full = True
@@ -434,7 +372,7 @@ class Ledger:
         """A block is there: let the policy know. Its family has been charged."""
         group = self._shares.group_of(self.families[record.family].tenant)
         self._shares.charge(group, slot_bytes_for(record.payload_bytes))
-        self._policy.add(slot, group, int.from_bytes(record.block.id[:8], "little"))
+        self._policy.add(slot, group, _key(record.block))
 
     def _readable(self, slot: int, family: int, now_s: int) -> tuple[int, Record] | None:
         record = self.table.read(slot) if slot >= 0 else None
@@ -445,24 +383,6 @@ class Ledger:
             self.counters.num_expired += 1
             return None
         return slot, record
-
-    def _end_reservation(self, ticket: int, reservation: _Reservation) -> None:
-        """Take it out of the books; its family stays charged for what is committed."""
-        del self._reservations[ticket]
-        if not reservation.stranded:
-            self._writing.difference_update([block.id for block, _ in reservation.blocks.values()])
-        self._reserved_bytes -= len(reservation.blocks) * slot_bytes_for(
-            self.families[reservation.family].payload_bytes
-        )
-        tickets = self._reserved_by[reservation.holder]
-        tickets.discard(ticket)
-        if not tickets:
-            del self._reserved_by[reservation.holder]
-
-    def _strand(self, reservation: _Reservation) -> None:
-        if not reservation.stranded:
-            reservation.stranded = True
-            self._writing.difference_update([block.id for block, _ in reservation.blocks.values()])
 
     def _end_lease(self, ticket: int) -> None:
         for slot in self._leases.end(ticket):
@@ -481,3 +401,7 @@ class Ledger:
 
     def _slot_bytes(self, slot: int) -> int:
         return self.space.slot_bytes_at(self.table.offset_of(slot))
+
+
+def _key(block: Block) -> int:
+    return int.from_bytes(block.id[:8], "little")

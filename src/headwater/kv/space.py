@@ -72,12 +72,14 @@ class Space:
     def allocate(self, payload_bytes: int, owner: int) -> int | None:
         """The offset of a slot that was free, or None when something has to go first."""
         slot_bytes = slot_bytes_for(payload_bytes)
-        roomy = self._roomy.setdefault(slot_bytes, {})
-        number = next(iter(roomy), None)
-        if number is None:
+        roomy = self._roomy.get(slot_bytes)
+        if roomy:
+            number = next(iter(roomy))
+        else:
             if not self._unowned or slot_bytes > self.chunk_bytes:
                 return None
             number = self._own(self._unowned.pop(), slot_bytes)
+            roomy = self._roomy[slot_bytes]
         chunk = self._chunks[number]
         slot = chunk.take(owner)
         self.used_bytes += slot_bytes

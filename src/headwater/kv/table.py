@@ -24,6 +24,7 @@ RECORD_BYTES = 64
 _RECORD = Struct("<16s16sQQIIIHBx")
 _ID_WORDS = RECORD_BYTES // 8
 _OFFSET = Struct("<Q")
+_WORD = Struct("=Q")
 _OFFSET_AT = 40
 _FAMILY_AT = 60
 _STATE_AT = 62
@@ -246,7 +247,7 @@ class BlockTable:
         return -1
 
     def _home(self, block_id: bytes) -> int:
-        return memoryview(block_id).cast("Q")[0] & self._mask
+        return int(_WORD.unpack_from(block_id)[0]) & self._mask
 
     def _unlink(self, number: int) -> None:
         """Take an entry out and close the gap, so that no search stops short."""

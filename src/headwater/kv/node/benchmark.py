@@ -19,13 +19,15 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
 
+import uvloop
+
 from headwater.clock import RealClock
 from headwater.errors import StoreError
 from headwater.kv.block import ROOT, Block, Family
 from headwater.kv.checksum import checksum
-from headwater.kv.lifecycle import Rules
 from headwater.kv.node.client import StoreClient
 from headwater.kv.node.store import PIECE_BYTES, Piece
+from headwater.kv.rules import Rules
 from headwater.kv.stores.disk import DiskOptions, DiskTier
 from headwater.kv.stores.disk_io import DiskIo
 from headwater.kv.stores.disk_io import Piece as DiskPiece
@@ -278,11 +280,11 @@ def run_all(block_bytes: list[int], total_bytes: int, rounds: int, folder: Path,
         buffers = Buffers(size, max(1, total_bytes // size))
         try:
             with store_process(max(4 * buffers.num_bytes, 64 << 20), 4096) as path:
-                for row in asyncio.run(measure_host(path, buffers, rounds)):
+                for row in uvloop.run(measure_host(path, buffers, rounds)):
                     report(row)
             for direct in (False, True):
                 with tempfile.TemporaryDirectory(prefix="headwater-kv-", dir=folder) as place:
-                    for row in asyncio.run(measure_disk(Path(place), buffers, rounds, direct=direct)):
+                    for row in uvloop.run(measure_disk(Path(place), buffers, rounds, direct=direct)):
                         report(row)
         finally:
             buffers.release()

@@ -9,11 +9,11 @@ from itertools import islice
 from headwater.clock import Clock
 from headwater.errors import ConfigError, InternalError, StoreError
 from headwater.kv.block import ROOT, Family
-from headwater.kv.lifecycle import Refusal
 from headwater.kv.node import upkeep, wire
 from headwater.kv.node.store import NodeStore, Piece
 from headwater.kv.node.turns import Priority
 from headwater.kv.pricing import ComputeRate
+from headwater.kv.reservations import Refusal
 from headwater.kv.resident import stored_runs
 from headwater.kv.stores.base import TierEvent, TierStore
 from headwater.kv.stores.disk import DiskTier

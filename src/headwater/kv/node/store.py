@@ -20,10 +20,10 @@ from headwater.errors import StoreError, Unavailable
 from headwater.kv.admission import Admission
 from headwater.kv.block import Block, Family
 from headwater.kv.identity import split_block_ids
-from headwater.kv.lifecycle import Refusal
 from headwater.kv.node.prices import NodePrices
 from headwater.kv.node.turns import Priority, Turns
 from headwater.kv.pricing import TierRun
+from headwater.kv.reservations import Refusal
 from headwater.kv.stores.base import TierStore
 from headwater.kv.stores.disk import DiskTier
 from headwater.kv.stores.host import LOCAL, HostTier

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from headwater.clock import Clock
 from headwater.kv.block import Block, Family
 from headwater.kv.checksum import checksum
-from headwater.kv.lifecycle import Refusal
+from headwater.kv.reservations import Refusal
 from headwater.kv.space import Space, chunk_bytes_for
 from headwater.kv.stores.base import Absent, Kept, TierUsage
 from headwater.kv.stores.ledgered import BlockWorth, LedgerTier, TierOptions, equal_worth, kept, make_ledger, usage_of

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from headwater.clock import Clock
 from headwater.errors import StoreClosed
 from headwater.kv.block import Family
-from headwater.kv.lifecycle import Ledger, Refusal, Rules
+from headwater.kv.lifecycle import Ledger
 from headwater.kv.policies import PolicyName, make_policy
+from headwater.kv.reservations import Refusal
+from headwater.kv.rules import Rules
 from headwater.kv.shares import Shares, ShareUsage
 from headwater.kv.space import Space
 from headwater.kv.stores.base import Kept, TierEvent, TierUsage
