@@ -192,7 +192,7 @@ async def check_an_abort_frees_everything(life: Life) -> str:
     life.decode.abort(stream)
     life.decode.ended[stream] = "aborted"
     await running
-    await eventually(life.slots_free, "all slots are free", 10)
+    await eventually(life.slots_free, "all slots are free")
     prompt = life.prompt(250, 91)
     assert await life.answer(prompt, handed=True) == await life.alone(prompt)
     return "slots free, the next one is right"
@@ -226,7 +226,7 @@ async def check_a_killed_prefill_worker_costs_nothing_else(life: Life) -> str:
     assert process is not None
 
     async def kill() -> None:
-        await eventually(lambda: bool(life.shell._handoffs._decode._open), "the prefill was asked for", 10)
+        await eventually(lambda: bool(life.shell._handoffs._decode._open), "the prefill was asked for")
         os.kill(process.pid, signal.SIGKILL)
 
     before = await life.counts()

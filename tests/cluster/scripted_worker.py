@@ -141,7 +141,7 @@ class ScriptedWorker:
                 pass
 
 
-async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
     """Wait for something that happens on this loop."""
     for _ in range(int(within_s / 0.005)):
         if condition():

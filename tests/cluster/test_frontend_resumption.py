@@ -342,7 +342,7 @@ def test_a_first_request_sent_twice_starts_one_answer_while_others_are_asked(
                 await until(lambda: len(doors) == 2)
                 for door in doors:
                     door.close()
-                await until(lambda: it.frontend.dispatcher.faults.resumed == 1)
+                await until(lambda: it.frontend.dispatcher.faults.resumed == 1 and bool(worker.requests))
                 generate(worker, 0, 6, end=True)
                 answers = await asyncio.gather(first.read(), second.read(), return_exceptions=True)
                 (whole,) = [answer for answer in answers if isinstance(answer, Reply)]

@@ -113,7 +113,7 @@ def test_a_prefill_that_fails_ends_the_other_half() -> None:
             assert "full" in str(play.failed[1])
             await play.submit(2)
             await play.there.listener.close()
-            await eventually(lambda: 2 in play.failed, "a broken connection too", 5.0)
+            await eventually(lambda: 2 in play.failed, "a broken connection too")
             assert play.side.failed == 2
 
     run_leak_checked(check())

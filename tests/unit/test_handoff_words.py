@@ -100,7 +100,7 @@ def test_silence_after_the_line_is_not_borne_as_long_as_in_it(monkeypatch: pytes
         await asyncio.sleep(0.7)
         assert ("loaded", 1) not in port.told, "it is in line"
         there.listener.send(peer, BlocksReady(1, 0, 2, b"", b"card"))
-        await eventually(lambda: ("loaded", 1) in port.told, "it is given up", 5.0)
+        await eventually(lambda: ("loaded", 1) in port.told, "it is given up")
         assert ("arrived", 1) in port.told
         assert ("loaded", 2) not in port.told, "it is in line still"
         await side.close()

@@ -220,8 +220,8 @@ def test_a_wiped_folder_is_restored_and_watchers_keep_their_picture(folder: Path
             if recreate:
                 os.mkdir(folder, 0o700)
             names = {"worker-1", "worker-2"}
-            await eventually(lambda: names <= _entries(folder / "instances"), "registration", timeout_s=3.0)
-            await eventually(lambda: (folder / "catalogue.json").exists(), "the catalogue", timeout_s=3.0)
+            await eventually(lambda: names <= _entries(folder / "instances"), "registration")
+            await eventually(lambda: (folder / "catalogue.json").exists(), "the catalogue")
             async with handles(folder, 1) as [fresh]:
                 for _ in range(100):
                     models = {entry.name for entry in await fresh.models()}
@@ -253,7 +253,7 @@ def test_removing_one_record_is_not_news_of_a_death_and_is_mended(folder: Path) 
             watch = reader.watch()
             await until_synced(watch)
             (folder / "instances" / "worker-1").unlink()
-            await eventually(lambda: "worker-1" in _entries(folder / "instances"), "the record", timeout_s=3.0)
+            await eventually(lambda: "worker-1" in _entries(folder / "instances"), "the record")
             await asyncio.sleep(0.3)
             await lease.update(example_instance(kv_blocks=5))
             assert await next_event(watch) == InstancePut(example_instance(kv_blocks=5))

@@ -119,10 +119,10 @@ def test_a_gap_in_the_events_heals_and_a_new_life_begins_anew(play: Callable[[Sc
             await eventually(lambda: len(bench.engine.resident) == 4, "the lost ones are asked for")
             assert (feed.order.num_gaps, feed.order.num_lost) == (1, 0)
             await stage.double.stop()
-            await eventually(lambda: engine.paused, "the engine knows", 10.0)
+            await eventually(lambda: engine.paused, "the engine knows")
             assert engine.resident_blocks() == []
             await stage.double.start()
-            await eventually(lambda: not engine.paused, "it is back", 10.0)
+            await eventually(lambda: not engine.paused, "it is back")
             await bench.run(bench.request(prompt_of(40, 3)))
             await eventually(lambda: len(engine.resident) == 2, "blocks are told of again")
             assert engine.resident_blocks() == bench.recorder.resident.snapshot()

@@ -402,10 +402,10 @@ def test_a_server_that_is_started_anew_has_nothing_cached(play: Callable[[Scenar
             await bench.run(bench.request(prompt_of(40)))
             await eventually(lambda: len(bench.engine.resident_blocks()) > 0, "blocks are told of")
             await stage.double.close()
-            await eventually(lambda: bench.engine.paused, "the engine knows", 10.0)
+            await eventually(lambda: bench.engine.paused, "the engine knows")
             assert bench.engine.resident_blocks() == []
             await stage.double.start()
-            await eventually(lambda: not bench.engine.paused, "it is back", 10.0)
+            await eventually(lambda: not bench.engine.paused, "it is back")
             await bench.run(bench.request(prompt_of(40)))
             assert bench.recorder.outputs[2][0].num_cached_tokens == 0
             await eventually(lambda: len(bench.engine.resident_blocks()) > 0, "blocks are told of again")

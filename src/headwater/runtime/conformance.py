@@ -10,10 +10,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import uvloop
 
-CHECK_TIMEOUT_S = 30.0
+CHECK_TIMEOUT_S = 60.0
 CHECK = "check"
 """Attribute of a check that holds it as a coroutine function, for those who have a loop already."""
-_SETTLE_S = 5.0
+_SETTLE_S = 10.0
 
 Self = TypeVar("Self")
 P = ParamSpec("P")
@@ -63,7 +63,7 @@ def _held() -> set[str]:
     return threads | {f"descriptor {name}" for name in os.listdir("/proc/self/fd")[:-1]}
 
 
-async def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
     """Wait until something holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

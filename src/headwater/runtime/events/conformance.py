@@ -231,7 +231,7 @@ class EventPlaneConformance:
         source.store(1)
         await asyncio.sleep(0.05)
         faulty[0].lose_everything = False
-        await eventually(lambda: view.blocks == source.blocks, "the lost batch", timeout_s=10.0)
+        await eventually(lambda: view.blocks == source.blocks, "the lost batch")
         assert source.snapshots == 1
         await self._end(subscriber, source)
 
@@ -249,7 +249,7 @@ class EventPlaneConformance:
         await asyncio.sleep(0.05)
         faulty[0].lose_everything = False
         source.store(200)
-        await eventually(lambda: view.blocks == source.blocks, "healing", timeout_s=10.0)
+        await eventually(lambda: view.blocks == source.blocks, "healing")
         assert len(view.snapshots) >= 2
         await self._end(subscriber, source)
 
@@ -262,7 +262,7 @@ class EventPlaneConformance:
         await source.publisher.close()
         again = await self._reopened(source.address)
         again.store(77)
-        await eventually(lambda: view.blocks == again.blocks, "the second life", timeout_s=10.0)
+        await eventually(lambda: view.blocks == again.blocks, "the second life")
         assert view.snapshots[-1].epoch != view.snapshots[0].epoch
         again.store(78)
         await eventually(lambda: view.blocks == [block(77), block(78)], "its events")
