@@ -69,6 +69,8 @@ class VllmDouble:
         """Answers break off before the event that says why they end."""
         self.has_models = True
         """If not, it names none, as a router does before its workers are there."""
+        self.created: object = None
+        """What it says of its model's age, if anything."""
         self.tokenize_offset = 0
         self.sleep_mode = True
         self.asleep = 0
@@ -189,6 +191,7 @@ class VllmDouble:
 
     async def _models(self, _: web.Request) -> web.Response:
         entry = {"id": MODEL, "owned_by": "vllm", "root": "/nowhere", "parent": None}
+        entry |= {} if self.created is None else {"created": self.created}
         base = entry | {"max_model_len": self._info.card.max_model_len}
         adapter = {"id": ADAPTER, "owned_by": "vllm", "root": "/nowhere/tuned", "parent": MODEL}
         return _json({"object": "list", "data": [base, adapter] if self.has_models else []})

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from scripted_engine import DIGEST, TOKENIZER, ScriptedEngine, scripted_card
 
@@ -122,7 +124,9 @@ def test_life_is_published() -> None:
             assert it.store.feed.models == {}
             await eventually(lambda: it.state == "ready", "readiness")
             ready = it.store.feed.instances["worker-1"]
-            assert (ready.card, ready.kv_blocks, ready.hardware) == (scripted_card(), 64, "test")
+            card = msgspec.structs.replace(scripted_card(), created=ready.card.created)
+            assert (ready.card, ready.kv_blocks, ready.hardware) == (card, 64, "test")
+            assert abs(time.time() - card.created) < 60, "the engine does not say; it is when it was first seen"
             assert list(it.store.feed.models) == ["org/scripted"]
             assert it.progress == [Progress("load"), Progress("ready", detail="org/scripted")]
             it.shell.stop()

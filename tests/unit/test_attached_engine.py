@@ -18,7 +18,7 @@ from headwater.engines.attached.http import ServerAddress, error_for
 from headwater.engines.attached.prometheus import sums
 from headwater.engines.attached.sse import EventSplitter
 from headwater.engines.base import Progress
-from headwater.engines.conformance import SIZES, prompt_of
+from headwater.engines.suite import SIZES, prompt_of
 from headwater.engines.watched import Recorder
 from headwater.errors import (
     ConfigError,
@@ -102,14 +102,14 @@ def test_a_server_that_goes_away_and_comes_back(play: Callable[[Scenario], None]
             await stage.double.stop()
             await eventually(lambda: bench.recorder.ended(2), "what ran is lost")
             assert bench.recorder.error(2).retryable
-            await eventually(lambda: bench.engine.paused, "the engine knows", 10.0)
+            await eventually(lambda: bench.engine.paused, "the engine knows")
             assert bench.recorder.loads[-1].away == f"the server at {stage.double.url} does not answer"
             bench.engine.submit([bench.request(prompt_of(20))])
             await eventually(lambda: bench.recorder.ended(3), "nothing new is taken")
             assert (bench.recorder.error(3).http_status, bench.recorder.error(3).retryable) == (503, True)
             assert bench.engine.resident_blocks() == []
             await stage.double.start()
-            await eventually(lambda: not bench.engine.paused, "it is back", 10.0)
+            await eventually(lambda: not bench.engine.paused, "it is back")
             await eventually(lambda: bench.recorder.loads[-1].away == "", "everybody knows")
             assert len((await bench.run(bench.request(prompt_of(40))))[0]) == 8
             assert bench.recorder.outputs[4][0].num_cached_tokens == 0
@@ -145,10 +145,10 @@ def test_a_server_that_comes_back_as_another_ends_the_worker(play: Callable[[Sce
     async def scenario(stage: Stage) -> None:
         async with stage.attached() as bench:
             await stage.double.stop()
-            await eventually(lambda: bench.engine.paused, "the engine knows", 10.0)
+            await eventually(lambda: bench.engine.paused, "the engine knows")
             stage.double._config = msgspec.structs.replace(stage.double._config, max_model_len=256)
             await stage.double.start()
-            await eventually(lambda: bench.recorder.failures != [], "the engine fails", 10.0)
+            await eventually(lambda: bench.recorder.failures != [], "the engine fails")
             assert "came back as double, 256 tokens" in str(bench.recorder.failures[0])
 
     play(scenario)
@@ -280,6 +280,18 @@ def test_a_server_that_offers_no_model_yet_is_waited_for(play: Callable[[Scenari
             assert (await starting).card.name == MODEL
         finally:
             await engine.close()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(("said", "taken"), [(1_700_000_000, 1_700_000_000), (1_700_000_000_000, 0), ("x", 0), (-1, 0)])
+def test_a_relayed_model_is_as_old_as_its_server_says(
+    play: Callable[[Scenario], None], said: object, taken: int
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.double.created = said
+        async with stage.attached(attach_as="openai") as bench:
+            assert bench.info.card.created == taken
 
     play(scenario)
 

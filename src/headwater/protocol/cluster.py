@@ -41,7 +41,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_bytes_per_token: int = 0
     num_parameters: int = 0
     created: int = 0
-    """Epoch seconds."""
+    """Epoch seconds; 0 from an engine that does not know, whose worker then says when it was ready."""
     adapters: list[str] = []
     """Those of the served names that are adapters (LoRA) on top of the model."""
     relayed: bool = False

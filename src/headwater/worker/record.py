@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 
 import msgspec
 
@@ -40,10 +41,11 @@ class WorkerRecord:
         """The engine has loaded. Raises what the registry raises."""
         assert self._instance is not None
         assert self._lease is not None
+        card = info.card if info.card.created else msgspec.structs.replace(info.card, created=int(time.time()))
         self._instance = msgspec.structs.replace(
             self._instance,
             state="ready",
-            card=info.card,
+            card=card,
             engine=info.engine,
             kv_blocks=info.kv_blocks,
             max_num_seqs=info.max_num_seqs,
@@ -53,7 +55,7 @@ class WorkerRecord:
             bootstrap=info.bootstrap,
             **({} if info.role is None else {"role": info.role, "adaptive": False}),
         )
-        await self._registry.put_model(CatalogueEntry(info.card.name, info.card))
+        await self._registry.put_model(CatalogueEntry(card.name, card))
         await self._lease.update(self._instance)
 
     async def change(self, **fields: object) -> bool:

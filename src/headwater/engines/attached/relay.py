@@ -35,6 +35,7 @@ def relay_card(config: EngineConfig, found: Description, dialect: str) -> ModelC
         max_model_len=found.max_model_len or config.max_model_len or _MAX_MODEL_LEN,
         block_size=_BLOCK_SIZE,
         vocab_size=1 << 8 * TOKEN_ID_BYTES,
+        created=found.created,
         relayed=True,
     )
 

@@ -7,7 +7,6 @@ can be neither found nor built; on CUDA torch computes.
 import logging
 import os
 import re
-import time
 from functools import partial
 from pathlib import Path
 
@@ -184,7 +183,6 @@ def _info(
         default_sampling=model.default_sampling,
         kv_bytes_per_token=backend.block_bytes // backend.block_size,
         num_parameters=num_parameters(backend.config),
-        created=int(time.time()),
     )
     return EngineInfo(
         engine="native",

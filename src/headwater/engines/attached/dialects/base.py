@@ -38,6 +38,8 @@ class Description:
     """Of such a server that prefills: where the other one finds it."""
     events_hint: str = ""
     """Without feeds: how the server is made to have some."""
+    created: int = 0
+    """Epoch seconds, as the server says of its model; 0: it does not."""
     files: str | None = None
     """Folder or hub id of the model, as the server was told."""
 

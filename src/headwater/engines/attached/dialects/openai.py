@@ -6,6 +6,9 @@ from headwater.engines.attached.dialects.base import Description, ServerLoad
 from headwater.engines.attached.http import Server
 from headwater.errors import EngineFailed, Unavailable
 
+_FAR_AHEAD = 1 << 33
+"""Epoch seconds; more is not meant in seconds."""
+
 
 class OpenAIDialect:
     """See `Dialect`."""
@@ -22,7 +25,13 @@ class OpenAIDialect:
             raise EngineFailed("/v1/models of the attached server names no model")
         first = entries[0]
         length = first.get("max_model_len") or first.get("context_window") or first.get("context_length")
-        return Description(names[0], names[1:], max_model_len=length if isinstance(length, int) else None)
+        created = first.get("created")
+        return Description(
+            names[0],
+            names[1:],
+            max_model_len=length if isinstance(length, int) else None,
+            created=created if isinstance(created, int) and 0 < created < _FAR_AHEAD else 0,
+        )
 
     async def is_healthy(self, server: Server) -> None:
         await server.get("/v1/models")
