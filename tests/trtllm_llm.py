@@ -3,13 +3,25 @@ mocker engine."""
 
 import asyncio
 import base64
+import importlib
+import os
+import unittest.mock
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
 
+from engine_doubles import (
+    Executor,
+    KvCacheConfig,
+    KvCacheConnectorScheduler,
+    KvCacheConnectorWorker,
+    LlmArgs,
+    LlmRequest,
+)
 from headwater.config.schema import EngineConfig
 from headwater.protocol.request import SamplingParams as OurSampling
 from headwater.protocol.request import SequenceOutput
@@ -27,6 +39,7 @@ ARGUMENTS = {
     "gpus_per_node",
     "guided_decoding_backend",
     "kv_cache_config",
+    "kv_connector_config",
     "lora_config",
     "max_batch_size",
     "max_num_tokens",
@@ -52,8 +65,43 @@ KV_ARGUMENTS = {
 }
 
 
+CONNECTOR_ARGUMENTS = {"connector_module", "connector_scheduler_class", "connector_worker_class"}
+"""Of `KvCacheConnectorConfig`, in every release since 1.0; there is no place for more."""
+
+
 class RequestError(RuntimeError):
     pass
+
+
+class Connected:
+    """The KV connector of one executor, around a tiny engine: a prompt goes there as well as to the mocker.
+
+    Both halves are made at the same time on two threads, as in `py_executor_creator.py`, and in a process to which only
+    some of the environment comes along (`mpi_session.py`)."""
+
+    passed_on: tuple[str, ...] = ("TRTLLM", "TLLM", "XDG_")
+
+    def __init__(self, said: dict[str, Any], args: LlmArgs) -> None:
+        if set(said) != CONNECTOR_ARGUMENTS:
+            raise ValueError(f"KvCacheConnectorConfig: {sorted(set(said) ^ CONNECTOR_ARGUMENTS)}")
+        passed_on = {name: value for name, value in os.environ.items() if name.startswith(Connected.passed_on)}
+        module = importlib.import_module(said["connector_module"])
+        with unittest.mock.patch.dict(os.environ, passed_on, clear=True), ThreadPoolExecutor(2) as threads:
+            worker = threads.submit(getattr(module, said["connector_worker_class"]), args)
+            scheduler = threads.submit(getattr(module, said["connector_scheduler_class"]), args)
+            self.executor = Executor(scheduler.result(), worker.result(), args)
+        self.loaded: list[int] = []
+        """Prompt tokens, by request."""
+        self._module = module
+        self._numbers = 0
+
+    def run(self, prompt: list[int], salt: str | None, lora: int | None) -> None:
+        computed, self._numbers = self.executor.computed, self._numbers + 1
+        self.executor.run(LlmRequest(self._numbers, list(prompt), salt, lora), 1)
+        self.loaded.append(len(prompt) - (self.executor.computed - computed))
+
+    def close(self) -> None:
+        self._module.detach_all()
 
 
 @dataclass
@@ -203,6 +251,9 @@ class RequestOutput:
             logprobs=params.logprobs,
         )
         lora = self._options["lora_request"]
+        if (connected := self._llm.connected) is not None:
+            number = lora.lora_int_id if lora is not None else None
+            await asyncio.to_thread(connected.run, self._prompt, self._options["cache_salt"], number)
         number = lora.lora_int_id if lora is not None else None
         return executor.submit(self._prompt, sampling, salt=self._options["cache_salt"], lora=number, first=first)
 
@@ -275,6 +326,10 @@ class LLM:
         self.executor: MockedExecutor | None = None
         self.healthy = True
         self.requests: list[tuple[SamplingParams, dict[str, Any]]] = []
+        connector = kwargs.get("kv_connector_config")
+        self.connected = (
+            Connected(connector, LlmArgs(model, kv_cache_config=KvCacheConfig(block_size))) if connector else None
+        )
         second_manager = kv.get("use_kv_cache_manager_v2") is True
         events = kv.get("event_buffer_max_size", 0)
         self._mocked = MockedExecutor(config, events=events, second_manager=second_manager)
@@ -346,6 +401,8 @@ class LLM:
     def shutdown(self) -> None:
         """From a thread, as it may take long."""
         self._stopped = True
+        if self.connected is not None:
+            self.connected.close()
         if self.executor is not None:
             asyncio.run_coroutine_threadsafe(self._mocked.close(), self._loop).result(10)
 
@@ -363,4 +420,9 @@ def package(version: str = "1.4.0") -> dict[str, ModuleType]:
         DisaggregatedParams=DisaggregatedParams,
     )
     executor.__dict__.update(LoRARequest=LoRARequest, RequestError=RequestError)
-    return {module.__name__: module for module in (top, llmapi, executor)}
+    parts = ("_torch", "pyexecutor", "connectors", "kv_cache_connector")
+    inner = [ModuleType(".".join(("tensorrt_llm", *parts[:end]))) for end in range(1, len(parts) + 1)]
+    inner[-1].__dict__.update(
+        KvCacheConnectorScheduler=KvCacheConnectorScheduler, KvCacheConnectorWorker=KvCacheConnectorWorker
+    )
+    return {module.__name__: module for module in (top, llmapi, executor, *inner)}

@@ -12,7 +12,6 @@ from told import told
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import Engine, Placement
-from headwater.engines.conformance import SIZES
 from headwater.engines.registry import create_engine
 from headwater.kv.connectors import names
 from headwater.kv.identity import chain_block_ids, namespace
@@ -26,6 +25,9 @@ from sglang_engine_double import Engine as Sglang
 from sglang_engine_double import installed
 from word_tokenizer import write_word_tokenizer
 
+SIZES = EngineConfig(
+    block_size=16, num_kv_blocks=48, max_num_seqs=4, max_num_batched_tokens=64, max_waiting=8, max_model_len=512
+)
 PROMPT = prompt_of(300)
 """Long enough for SGLang to look below."""
 KEY = namespace("print", "layout", salt="4:acme:")

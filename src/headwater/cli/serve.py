@@ -39,7 +39,7 @@ from headwater.logs import configure_logging
 from headwater.protocol.cluster import Instance
 from headwater.runtime.loopback import is_loopback
 from headwater.runtime.registry.open import open_registry
-from headwater.tiers.socket import check_used, store_socket
+from headwater.tiers.socket import store_socket
 from headwater.worker.roles import num_workers
 
 _log = logging.getLogger("headwater.serve")
@@ -85,7 +85,6 @@ def check(config: ServeConfig) -> None:
     _check_memory(config)
     for url in config.engine.attach:
         http_url("--attach", url)
-    check_used(config.kv, config.engine)
     check_public(config)
     check_keyring(frontend)
     open_tls(frontend)

@@ -8,6 +8,7 @@ from typing import Any
 
 from headwater.config.fields import fields_of
 from headwater.config.load import LoadedConfig
+from headwater.config.schema import KvConfig
 from headwater.config.values import spell
 from headwater.errors import ConfigError
 
@@ -37,6 +38,7 @@ def check_worker(loaded: LoadedConfig) -> None:
 def check_graph(loaded: LoadedConfig) -> None:
     """Of all workers that `serve` starts. Raises `ConfigError`."""
     check_engine(loaded)
+    _check_store(loaded)
     config = loaded.config
     num_servers, num_in_pools = len(config.engine.attach), config.prefill + config.decode
     if num_servers and num_servers < num_in_pools:
@@ -56,6 +58,18 @@ def check_graph(loaded: LoadedConfig) -> None:
         raise ConfigError(
             f"{_said(loaded, 'role')} does not go with {_pools(loaded)}: every worker has its role from a pool",
             hint="leave one of them out; --role adaptive goes with pools",
+        )
+
+
+def _check_store(loaded: LoadedConfig) -> None:
+    """Of a KV store that no worker of the graph could use."""
+    said = [_said(loaded, name) for name in KvConfig.__struct_fields__ if _is_given(loaded, name)]
+    if said and loaded.config.engine.attach:
+        raise ConfigError(
+            f"{', '.join(said)} does not go with {_said(loaded, 'attach')}: a server that runs already keeps its KV "
+            "blocks where it was told to",
+            hint="start the server with the store's connector and run `headwater kv serve` beside it, or run its "
+            "engine in the workers (--engine)",
         )
 
 

@@ -21,7 +21,7 @@ from headwater.engines.registry import create_engine
 from headwater.errors import ConfigError
 from headwater.runtime.planes import open_planes
 from headwater.runtime.registry.open import open_registry
-from headwater.tiers.socket import check_used, store_socket
+from headwater.tiers.socket import store_socket
 from headwater.worker.roles import engine_of, role_of, transfer_options
 from headwater.worker.shell import ShellConfig, WorkerShell
 
@@ -85,7 +85,6 @@ async def _run(config: ServeConfig, engine: Engine, worker_index: int, progress:
 
 
 def _placement(config: ServeConfig, worker_index: int, num_workers: int) -> Placement:
-    check_used(config.kv, config.engine)
     return Placement(worker_index, num_workers, store_socket(config.kv))
 
 

@@ -79,6 +79,8 @@ class TrtllmEngine(ExternalEngine):
             self._ends = list(texts.eos_token_ids)
             self._stats = await self._warm()
         self._adapters = arguments.adapters
+        if self._store is not None:
+            self._store.check()
         stored_by = installed.version if self._store is not None else ""
         info = engine_info(self.config, texts, self._llm, self._stats, list(arguments.adapters), stored_by)
         if self.config.enable_prefix_caching:
@@ -205,7 +207,7 @@ class TrtllmEngine(ExternalEngine):
             folder = self._adapters.get(request.adapter)
             if folder is None:
                 known = ", ".join(self._adapters) or "none is loaded"
-                raise InvalidRequest(f"there is no adapter {request.adapter!r}: {known}")
+                raise InvalidRequest(f"there is no adapter {request.adapter!r}: {known}", param="model")
             options["lora_request"] = installed.LoRARequest(request.adapter, adapter_number(folder), folder)
         if self._store is not None and request.adapter is None:
             salt: str | None = self._store.salt(self.naming(request))

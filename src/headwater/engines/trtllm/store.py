@@ -1,7 +1,5 @@
 """The store of the host as TensorRT-LLM's KV connector, from the worker's side."""
 
-import shutil
-import tempfile
 from pathlib import Path
 
 from headwater.engines.base import STORE_FLAGS
@@ -10,6 +8,7 @@ from headwater.errors import ConfigError
 from headwater.kv.connectors.names import NameLog
 from headwater.kv.connectors.naming import Naming, salt_of
 from headwater.kv.connectors.trtllm_naming import Attached
+from headwater.runtime.owned_folder import OwnedFolder
 
 
 class AttachedStore:
@@ -22,10 +21,20 @@ class AttachedStore:
                 "tenants apart",
                 hint="leave out the KV store's flags for these workers",
             )
-        self._folder = Path(tempfile.mkdtemp(prefix="headwater-trtllm-"))
-        names = self._folder / "names"
+        self._folder = OwnedFolder("trtllm-")
+        names = self._folder.path / "names"
         self._log = NameLog(names)
-        Attached(str(socket), str(names)).publish()
+        self._attached = Attached(str(socket), str(names))
+        self._attached.publish()
+
+    def check(self) -> None:
+        """Once the engine runs. Raises `ConfigError` where its connector knows nothing of us."""
+        if not self._attached.is_acknowledged():
+            raise ConfigError(
+                f"TensorRT-LLM runs where the environment of this worker does not reach: {STORE_FLAGS} cannot be "
+                "attached there",
+                hint="leave out --orchestrator-type, or the KV store's flags for these workers",
+            )
 
     def salt(self, naming: Naming) -> str:
         """Of a request, which its blocks are named by from now on. Every one has a salt: by that it is known."""
@@ -33,6 +42,6 @@ class AttachedStore:
         return salt_of(naming.key())
 
     def close(self) -> None:
-        Attached.withdraw()
+        self._attached.withdraw()
         self._log.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()

@@ -69,6 +69,8 @@ class Attachment:
         found = Attached.found()
         self._names = NamesTold(Path(found.names)) if found is not None else None
         self.store = StoreAgent(socket_path(found.socket if found is not None else None), "trtllm")
+        if found is not None:
+            found.acknowledge()
 
     def close(self) -> None:
         self.store.close()

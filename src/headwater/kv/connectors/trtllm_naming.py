@@ -3,10 +3,12 @@
 TensorRT-LLM tells a connector nothing but its own arguments, and runs it in a process that it makes itself. So where
 store and names are stands in the environment, under a name that it hands on to that process (`TRTLLM_...`; the others
 it drops in some set-ups). Of a request the connector sees tokens and cache salt: the salt carries the namespace, and
-behind it the worker tells model and tenant (`names`).
+behind it the worker tells model and tenant (`names`). The connector leaves a mark beside the names, so that the worker
+knows that it has found them.
 """
 
 import os
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -34,6 +36,16 @@ class Attached(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @staticmethod
     def withdraw() -> None:
         os.environ.pop(_VARIABLE, None)
+
+    def acknowledge(self) -> None:
+        """By the connector."""
+        self._mark().touch()
+
+    def is_acknowledged(self) -> bool:
+        return self._mark().exists()
+
+    def _mark(self) -> Path:
+        return Path(self.names).with_suffix(".found")
 
 
 def connector_config() -> dict[str, Any]:
