@@ -12,7 +12,7 @@ import uvloop
 from headwater.config.schema import EngineConfig
 from headwater.engines.attached.engine import AttachedEngine
 from headwater.engines.base import EngineInfo, EngineListener, ProgressSink
-from headwater.engines.conformance import SIZES
+from headwater.engines.suite import SIZES
 from headwater.engines.watched import Bench
 from word_tokenizer import write_word_tokenizer
 

@@ -28,9 +28,10 @@ import psutil
 import uvloop
 
 from headwater.engines.base import EngineInfo, Progress
-from headwater.engines.conformance import SIZES, EngineConformance, prompt_of
+from headwater.engines.conformance import EngineConformance
 from headwater.engines.external import ExternalEngine
 from headwater.engines.registry import create_engine
+from headwater.engines.suite import SIZES, prompt_of
 from headwater.engines.watched import Bench, Recorder
 from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.protocol.events import BlocksStored

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from headwater.engines.conformance import VOCABULARY
+from headwater.engines.suite import VOCABULARY
 
 
 def write_word_tokenizer(folder: Path, num_words: int = VOCABULARY + 20) -> Path:

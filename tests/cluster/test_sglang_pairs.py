@@ -11,7 +11,7 @@ from frontend_rig import Rig, Sink, rig
 from scripted_worker import until
 
 from headwater.engines.attached.engine import AttachedEngine
-from headwater.engines.conformance import SIZES
+from headwater.engines.suite import SIZES
 from headwater.errors import NoWorkers
 from headwater.frontend.moves import MoveLimits
 from headwater.protocol.request import EngineRequest, SamplingParams

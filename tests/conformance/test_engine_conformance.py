@@ -11,12 +11,12 @@ import pytest
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import Engine
-from headwater.engines.conformance import VOCABULARY
 from headwater.engines.engine import CoreEngine
 from headwater.engines.kv_conformance import KvPortConformance
 from headwater.engines.loop import ThreadedLoop
 from headwater.engines.mocker.engine import MockerEngine
 from headwater.engines.registry import create_engine
+from headwater.engines.suite import VOCABULARY
 
 
 class MockerConformance(KvPortConformance):

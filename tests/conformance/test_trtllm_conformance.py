@@ -9,8 +9,9 @@ import pytest
 from attached_stage import WithItsServer
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import Engine
-from headwater.engines.conformance import SIZES, EngineConformance
+from headwater.engines.conformance import EngineConformance
 from headwater.engines.registry import create_engine
+from headwater.engines.suite import SIZES
 from trtllm_double import TrtllmDouble
 from trtllm_llm import LLM, package
 from trtllm_model import Fabric

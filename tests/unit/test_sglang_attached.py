@@ -14,7 +14,7 @@ from attached_stage import AttachedStage
 from headwater.engines.attached import engine as attached
 from headwater.engines.attached.dialects.sglang import SglangDialect
 from headwater.engines.attached.engine import AttachedEngine
-from headwater.engines.conformance import SIZES, prompt_of
+from headwater.engines.suite import SIZES, prompt_of
 from headwater.engines.watched import Recorder
 from headwater.errors import ConfigError
 from headwater.kv.identity import namespace

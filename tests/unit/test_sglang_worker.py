@@ -18,7 +18,7 @@ from headwater.cli.engine_flags import take_engine_words
 from headwater.cli.verbs import parser_of
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import Placement
-from headwater.engines.conformance import SIZES, prompt_of
+from headwater.engines.suite import SIZES, prompt_of
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.registry import create_engine
 from headwater.engines.sglang import installed as installation

@@ -15,7 +15,7 @@ from attached_stage import AttachedStage
 from headwater.engines.attached.dialects.trtllm import TrtllmDialect, TrtllmReader, Words
 from headwater.engines.attached.engine import AttachedEngine
 from headwater.engines.base import Placement
-from headwater.engines.conformance import SIZES, prompt_of
+from headwater.engines.suite import SIZES, prompt_of
 from headwater.engines.trtllm_words import adapter_number, choice_regex, priority_of
 from headwater.errors import ConfigError, InvalidRequest, WorkerLost
 from headwater.kv.identity import chain_block_ids, namespace, split_block_ids

@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from headwater.config.schema import EngineConfig
-from headwater.engines.conformance import SIZES, prompt_of
+from headwater.engines.suite import SIZES, prompt_of
 from headwater.engines.trtllm import engine as trtllm
 from headwater.engines.trtllm.arguments import trtllm_arguments
 from headwater.engines.trtllm.engine import TrtllmEngine

@@ -11,99 +11,21 @@ skips, and `remarks` says so.
 
 import asyncio
 import hashlib
-import time
 from array import array
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from unittest import SkipTest
 
-import msgspec
-
-from headwater.config.schema import EngineConfig
-from headwater.engines.base import Engine
-from headwater.engines.engine import CoreEngine
-from headwater.engines.watched import END_S, Bench, watch
+from headwater.engines.ending_conformance import EndingConformance
+from headwater.engines.suite import VARIANT, VOCABULARY, prompt_of
+from headwater.engines.watched import END_S
 from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
 from headwater.protocol.events import BlocksStored
 from headwater.runtime.conformance import eventually, on_loop
 
-VOCABULARY = 256
-BLOCK_SIZE = 16
-SIZES = EngineConfig(
-    block_size=BLOCK_SIZE, num_kv_blocks=48, max_num_seqs=4, max_num_batched_tokens=64, max_waiting=8, max_model_len=512
-)
 
-
-SETTLE_S = 0.15
-_VARIANT = "its batches are not invariant"
-_NO_EXECUTOR = "breaks an executor of ours"
-_COMPARING = (
-    "test_preemption_does_not_show",
-    "test_a_moved_sequence_goes_on_where_it_was",
-    "test_a_seed_draws_the_same_again",
-)
-"""Checks that ask for equal outputs among other things."""
-
-
-def prompt_of(length: int, letter: int = 1) -> list[int]:
-    """Token ids of a prompt; different letters share no prefix."""
-    return [20 + letter] + [20 + (letter * 31 + position * 7) % 200 for position in range(length - 1)]
-
-
-class EngineConformance:
+class EngineConformance(EndingConformance):
     """Inherit, and say how to make an engine."""
-
-    block_size = BLOCK_SIZE
-    plans_itself = False
-    """Whether the engine plans its own steps, out of our sight: its steps are then not accounted for to the token, a
-    prefix is shared once it has been computed, and blocks are told of a moment later."""
-
-    keeps_salts = True
-    """Whether requests of other namespaces than the model's own are served."""
-
-    counts_preemptions = True
-    """Whether it says how often it took a sequence's blocks away."""
-
-    batch_invariant = True
-    """What it says of itself: whether outputs may be compared."""
-
-    @classmethod
-    def remarks(cls) -> dict[str, str]:
-        """By check, what is true of this engine beyond a plain yes: the same words above decide what is asked."""
-        found: dict[str, str] = {}
-        if not cls.batch_invariant:
-            found = dict.fromkeys(_COMPARING, "yes; outputs are not compared")
-            found["test_neighbours_chunks_and_cache_do_not_change_the_output"] = f"not asked: {_VARIANT}"
-        if cls.plans_itself:
-            found["test_a_failing_executor_ends_everything_with_an_error"] = f"not asked: {_NO_EXECUTOR}"
-        if not cls.keeps_salts:
-            found["test_stored_blocks_have_the_ids_of_the_contract"] = "yes; other salts are refused by name"
-            found["test_tenants_share_no_block"] = "refused by name"
-        if not cls.counts_preemptions:
-            found["test_preemption_does_not_show"] = "yes; outputs are not compared, preemptions not counted"
-        return found
-
-    async def settle(self) -> None:
-        """Until what was computed has been told of."""
-        if self.plans_itself:
-            await asyncio.sleep(SETTLE_S)
-
-    def create(self, sizes: EngineConfig) -> Engine:
-        """A new engine, not started, with these sizes and a model of the test's choice."""
-        raise NotImplementedError
-
-    @asynccontextmanager
-    async def bench(self, **changes: object) -> AsyncIterator[Bench]:
-        sizes = msgspec.structs.replace(SIZES, **changes)
-        capacity = (sizes.num_kv_blocks or 0) * sizes.block_size
-        engine = self.create(msgspec.structs.replace(sizes, max_model_len=min(sizes.max_model_len or 0, capacity)))
-        cores, executors = watch(engine) if isinstance(engine, CoreEngine) else ([], [])
-        async with Bench.running(engine) as bench:
-            bench.core = cores[0] if cores else None
-            bench.executor = executors[0] if executors else None
-            yield bench
 
     # ---- life
 
@@ -207,7 +129,7 @@ class EngineConformance:
     @on_loop
     async def test_neighbours_chunks_and_cache_do_not_change_the_output(self) -> None:
         if not self.batch_invariant:
-            raise SkipTest(_VARIANT)
+            raise SkipTest(VARIANT)
         async with self.bench() as bench:
             prompts = [prompt_of(length, letter) for letter, length in enumerate((3, 16, 33, 70, 90, 150))]
             alone = [(await bench.run(bench.request(prompt, 20)))[0] for prompt in prompts]
@@ -285,155 +207,6 @@ class EngineConformance:
                 await bench.run(bench.request(prompt_of(100)))
                 assert bench.recorder.outputs[stream][0].num_cached_tokens == 0
             assert bench.engine.resident_blocks() == []
-
-    # ---- refusals
-
-    @on_loop
-    async def test_what_cannot_be_served_is_answered_and_the_rest_goes_on(self) -> None:
-        async with self.bench() as bench:
-            bad = [
-                (bench.request(prompt_of(512)), "context_length_exceeded"),
-                (bench.request([]), "invalid_value"),
-                (bench.request([bench.info.card.vocab_size]), "invalid_value"),
-                (bench.request(prompt_of(5), 0), "invalid_value"),
-                (bench.request(prompt_of(5), block_ids=b"short"), "invalid_value"),
-                (bench.request(prompt_of(5), deadline=1.0), "deadline_exceeded"),
-            ]
-            good = bench.request(prompt_of(30))
-            bench.engine.submit([*[request for request, _ in bad], good])
-            await eventually(lambda: bench.recorder.ended(*range(1, 8)), "all are answered", END_S)
-            assert [bench.recorder.error(request.stream).code for request, _ in bad] == [code for _, code in bad]
-            assert len(bench.recorder.tokens(good.stream)) == 8
-            await bench.all_free()
-
-    @on_loop
-    async def test_the_longest_prompt_is_served_and_a_longer_one_refused_with_the_sum(self) -> None:
-        async with self.bench(num_kv_blocks=10) as bench:
-            bench.engine.submit([bench.request(prompt_of(160))])
-            await eventually(lambda: bench.recorder.ended(1), "it is answered")
-            assert "at most 159" in bench.recorder.error(1).message
-            (tokens,) = await bench.run(bench.request(prompt_of(159), 50))
-            assert len(tokens) == 1
-
-    @on_loop
-    async def test_overload_is_answered_and_the_rest_goes_on(self) -> None:
-        async with self.bench() as bench:
-            requests = [bench.request(prompt_of(20, number), 5) for number in range(20)]
-            bench.engine.submit(requests)
-            await eventually(lambda: bench.recorder.ended(*range(1, 21)), "all are answered", END_S)
-            codes = [
-                output.error.code if (output := bench.recorder.last(n + 1)) and output.error else "" for n in range(20)
-            ]
-            assert codes[:8] == [""] * 8
-            assert set(codes[8:]) == {"overloaded"}
-            assert bench.recorder.error(20).retryable
-            await bench.all_free()
-
-    @on_loop
-    async def test_a_deadline_ends_a_running_sequence(self) -> None:
-        async with self.bench() as bench:
-            bench.slow_down(0.005)
-            bench.engine.submit([bench.request(prompt_of(20), 490, deadline=time.time() + 0.2)])
-            await eventually(lambda: bench.recorder.ended(1), "it ends", END_S)
-            assert bench.recorder.error(1).code == "deadline_exceeded"
-            assert 0 < len(bench.recorder.tokens(1)) < 490
-            await bench.all_free()
-
-    # ---- abort
-
-    @on_loop
-    async def test_abort_while_queued(self) -> None:
-        async with self.bench() as bench:
-            bench.slow_down(0.002)
-            bench.engine.submit([bench.request(prompt_of(20, letter), 200) for letter in range(5)])
-            await eventually(lambda: bench.engine.load().num_waiting == 1, "one waits")
-            await self._aborted(bench, 5, max_tokens=0)
-            bench.engine.abort(range(1, 5))
-            await bench.all_free()
-
-    @on_loop
-    async def test_abort_while_prefilling(self) -> None:
-        async with self.bench() as bench:
-            bench.slow_down(0.005)
-            bench.engine.submit([bench.request(prompt_of(500), 5)])
-            await eventually(lambda: bench.engine.load().num_running == 1, "it prefills")
-            await self._aborted(bench, 1, max_tokens=0)
-            await bench.all_free()
-
-    @on_loop
-    async def test_abort_while_decoding(self) -> None:
-        async with self.bench() as bench:
-            bench.slow_down(0.002)
-            bench.engine.submit([bench.request(prompt_of(20), 400), bench.request(prompt_of(20, 2), 30)])
-            await eventually(lambda: bool(bench.recorder.tokens(1)), "it decodes")
-            await self._aborted(bench, 1, max_tokens=399)
-            await eventually(lambda: bench.recorder.ended(2), "the other one ends", END_S)
-            assert len(bench.recorder.tokens(2)) == 30
-            await bench.all_free()
-
-    @on_loop
-    async def test_abort_in_the_turn_of_the_submit(self) -> None:
-        async with self.bench() as bench:
-            bench.engine.submit([bench.request(prompt_of(20), 400)])
-            await self._aborted(bench, 1, max_tokens=0)
-            await bench.all_free()
-
-    @on_loop
-    async def test_abort_of_a_refused_one_silences_it(self) -> None:
-        async with self.bench() as bench:
-            bench.engine.submit([bench.request([]), bench.request(prompt_of(5), 3)])
-            bench.engine.abort([1])
-            await eventually(lambda: bench.recorder.ended(2), "the other one ends", END_S)
-            await bench.engine.drain(END_S)
-            bench.engine.submit([bench.request(prompt_of(5)), bench.request(prompt_of(5))])
-            bench.engine.abort([3])
-            await eventually(lambda: bench.recorder.ended(4), "the other one is refused")
-            assert set(bench.recorder.outputs) == {2, 4}
-
-    @on_loop
-    async def test_abort_of_a_stranger_is_ignored(self) -> None:
-        async with self.bench() as bench:
-            await bench.run(bench.request(prompt_of(20), 3))
-            bench.engine.abort([1, 99])
-            await bench.run(bench.request(prompt_of(20), 3))
-
-    async def _aborted(self, bench: Bench, stream: int, *, max_tokens: int) -> None:
-        """Abort it: nothing of it is computed after the step under way, and nothing is said any more."""
-        executor = bench.executor
-        bench.engine.abort([stream])
-        steps = len(executor.plans) if executor else 0
-        said = len(bench.recorder.outputs.get(stream, []))
-        if executor is not None:
-            await eventually(lambda: stream not in executor.known, "the executor has forgotten it")
-            assert all(stream not in plan for plan in executor.plans[steps + 1 :])
-        await asyncio.sleep(0.02)
-        assert len(bench.recorder.outputs.get(stream, [])) == said
-        assert len(bench.recorder.tokens(stream)) <= max_tokens
-        assert not bench.recorder.ended(stream)
-
-    # ---- failure
-
-    @on_loop
-    async def test_a_failing_executor_ends_everything_with_an_error(self) -> None:
-        if self.plans_itself:
-            raise SkipTest(_NO_EXECUTOR)
-        async with self.bench() as bench:
-            assert bench.executor is not None
-            bench.slow_down(0.002)
-            bench.engine.submit([bench.request(prompt_of(20, letter), 400) for letter in range(6)])
-            await eventually(lambda: bench.recorder.tokens(1) != [], "it runs")
-            bench.executor.failing = True
-            await eventually(lambda: bool(bench.recorder.failures), "the failure is told")
-            assert [type(error).code for error in bench.recorder.failures] == ["engine_failed"]
-            assert "fell off the bus" in str(bench.recorder.failures[0])
-            assert {bench.recorder.error(stream).code for stream in range(1, 7)} == {"engine_failed"}
-            bench.engine.submit([bench.request(prompt_of(20))])
-            await eventually(lambda: bench.recorder.ended(7), "a later one is refused")
-            assert bench.recorder.error(7).retryable
-            assert await bench.engine.drain(1.0)
-            await bench.engine.close()
-            assert bench.executor.closed == 1
-            assert len(bench.recorder.failures) == 1
 
     # ---- what it tells
 

@@ -7,7 +7,8 @@ import asyncio
 import time
 
 from headwater.engines.base import KvPort
-from headwater.engines.conformance import EngineConformance, prompt_of
+from headwater.engines.conformance import EngineConformance
+from headwater.engines.suite import prompt_of
 from headwater.engines.watched import END_S, Bench
 from headwater.kv.identity import chain_block_ids, namespace
 from headwater.protocol.request import EngineRequest, ExportOrder
