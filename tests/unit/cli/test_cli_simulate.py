@@ -81,6 +81,44 @@ def test_json_has_one_object_per_policy_worker_count_and_mode(trace: Path, capsy
     assert found[0]["hit_rate"] > found[1]["hit_rate"]
 
 
+def test_pools_are_sizes_like_others(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = (
+        "--trace",
+        str(trace),
+        "--workers",
+        "4",
+        "--prefill",
+        "1",
+        "--decode",
+        "3",
+        "--prefill",
+        "2",
+        "--decode",
+        "1",
+    )
+    whole, apart, small = objects(capsys, *argv, "--closed", "3")
+    assert [one["mode"] for one in (whole, apart, small)] == ["closed3", "1P+3D closed3", "2P+1D closed3"]
+    assert [one["workers"] for one in (whole, apart, small)] == [4, 4, 3]
+    assert (whole["remote_rate"], whole["moved_bytes"], whole["pool_utilisation"]) == (0.0, 0, {})
+    assert apart["remote_rate"] > 0.5
+    assert apart["moved_bytes"] > 0
+    assert set(apart["pool_utilisation"]) == {"prefill", "decode"}
+    (never,) = objects(capsys, *argv[:2], *argv[4:8], "--disagg", "never")
+    assert (never["remote_rate"], never["moved_bytes"]) == (0.0, 0)
+    (far,) = objects(capsys, *argv[:2], *argv[4:8], "--link-gb-per-s", "0.5", "--link-latency", "20ms")
+    (near,) = objects(capsys, *argv[:2], *argv[4:8], "--link-gb-per-s", "0", "--link-latency", "0")
+    assert far["ttft_ms_mean"] > near["ttft_ms_mean"] + 100
+    page = tmp_path / "pools.html"
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["simulate", *argv, "--html", str(page)]) == 0
+    table = capsys.readouterr().out
+    assert "morning, 4 workers, 1P+3D x1" in table
+    assert "remote" in table
+    assert "computed remotely" in page.read_text()
+
+
 def test_processes_share_runs_and_change_nothing(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--trace", str(trace), "--policy", "delay", "--policy", "random", "--policy", "preble")
     alone, shared = objects(capsys, *argv), objects(capsys, *argv, "--jobs", "2")
@@ -154,6 +192,11 @@ def test_disturbances_reach_the_run(capsys: pytest.CaptureFixture[str]) -> None:
         (["--late", "8"], "--late 8"),
         (["--scenario", "headline", "--workers", "4"], "brings its own load"),
         (["--jobs", "0"], "at least 1"),
+        (["--prefill", "2"], "come in pairs"),
+        (["--prefill", "0", "--decode", "4"], "at least 1 of each"),
+        (["--prefill", "1", "--decode", "1", "--transfer-gb-per-s", "0"], "more than 0"),
+        (["--prefill", "1", "--decode", "1", "--disagg", "maybe"], "invalid choice"),
+        (["--scenario", "headline", "--prefill", "1", "--decode", "1"], "brings its own load"),
     ],
 )
 def test_mistakes_are_explained(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
