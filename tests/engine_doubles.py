@@ -247,6 +247,7 @@ class RequestData:
     computed_position: int
     num_scheduled_tokens: int
     new_block_ids_by_layer_group: list[list[int]] = field(default_factory=list)
+    cache_salt: str | None = None
 
 
 @dataclass

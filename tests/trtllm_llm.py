@@ -21,6 +21,7 @@ from engine_doubles import (
     KvCacheConnectorWorker,
     LlmArgs,
     LlmRequest,
+    RequestData,
 )
 from headwater.config.schema import EngineConfig
 from headwater.protocol.request import SamplingParams as OurSampling
@@ -423,6 +424,8 @@ def package(version: str = "1.4.0") -> dict[str, ModuleType]:
     parts = ("_torch", "pyexecutor", "connectors", "kv_cache_connector")
     inner = [ModuleType(".".join(("tensorrt_llm", *parts[:end]))) for end in range(1, len(parts) + 1)]
     inner[-1].__dict__.update(
-        KvCacheConnectorScheduler=KvCacheConnectorScheduler, KvCacheConnectorWorker=KvCacheConnectorWorker
+        KvCacheConnectorScheduler=KvCacheConnectorScheduler,
+        KvCacheConnectorWorker=KvCacheConnectorWorker,
+        RequestData=RequestData,
     )
     return {module.__name__: module for module in (top, llmapi, executor, *inner)}

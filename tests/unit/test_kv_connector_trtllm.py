@@ -4,6 +4,8 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ def connector(monkeypatch: pytest.MonkeyPatch, socket: Path, request: pytest.Fix
         INTERFACE,
         KvCacheConnectorScheduler=KvCacheConnectorScheduler,
         KvCacheConnectorWorker=KvCacheConnectorWorker,
+        RequestData=RequestData,
     )
     monkeypatch.setenv("HEADWATER_KV_SOCKET", str(socket))
     module = importlib.import_module("headwater.kv.connectors.trtllm")
@@ -156,6 +159,20 @@ def test_a_store_that_dies_is_a_miss(connector: Any, run_folder: Path, monkeypat
         assert again.computed == 20 + 3
 
 
-def test_what_it_does_not_serve_is_refused(connector: Any) -> None:
+def test_what_it_does_not_serve_is_refused(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="one rank"):
         connector.HeadwaterScheduler(LlmArgs("other", tensor_parallel_size=2))
+    older = make_dataclass("RequestData", ["request_id", "cache_salt_id"])
+    monkeypatch.setattr(connector, "RequestData", older)
+    with pytest.raises(ConfigError, match="no cache salts"):
+        connector.HeadwaterScheduler(LlmArgs("another"))
+
+
+def test_both_halves_of_an_executor_are_made_at_once_and_share(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TensorRT-LLM makes them: one store for both, however long it takes to find."""
+    agent = connector.StoreAgent
+    monkeypatch.setattr(connector, "StoreAgent", lambda *args: (time.sleep(0.2), agent(*args))[1])
+    with ThreadPoolExecutor(2) as threads:
+        args = LlmArgs(connector.model_of_test)
+        halves = [threads.submit(made, args) for made in (connector.HeadwaterWorker, connector.HeadwaterScheduler)]
+    assert halves[0].result()._shared is halves[1].result()._shared

@@ -15,7 +15,7 @@ left to TensorRT-LLM's own cache.
 
 import logging
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector import (
     KvCacheConnectorScheduler,
     KvCacheConnectorWorker,
+    RequestData,
 )
 
 from headwater.errors import ConfigError, HeadwaterError
@@ -61,6 +62,10 @@ class Attachment:
         sizes = (llm_args.tensor_parallel_size, llm_args.pipeline_parallel_size)
         if sizes != (1, 1):
             raise ConfigError(f"this connector serves one rank, not tensor and pipeline parallelism of {sizes}")
+        if "cache_salt" not in {one.name for one in fields(RequestData)}:
+            raise ConfigError(
+                "this TensorRT-LLM tells connectors of no cache salts, which keep blocks of tenants apart"
+            )
         self.block_tokens = int(llm_args.kv_cache_config.tokens_per_block)
         self.model = str(llm_args.model)
         self.layout = ""
