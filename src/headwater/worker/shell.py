@@ -10,10 +10,9 @@ the engine could not finish it. What a vanished frontend asked for is aborted at
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -41,10 +40,12 @@ from headwater.tiers.service import KvTiers
 from headwater.transfer.options import AgentOptions
 from headwater.types import Role
 from headwater.worker.artifacts import ArtifactStore
+from headwater.worker.leaving import Leaving
 from headwater.worker.load import REPORT_INTERVAL_S, SHARED_INTERVAL_S, LoadReporter
 from headwater.worker.nap import Nap
 from headwater.worker.pulse import Pulse
 from headwater.worker.record import WorkerRecord, starting
+from headwater.worker.role_changes import RoleChanges
 from headwater.worker.shares import FrontendShares
 from headwater.worker.streams import StreamTable
 
@@ -92,16 +93,13 @@ class WorkerShell:
         self._shares = FrontendShares()
         self._artifacts = ArtifactStore([], {})
         self._handoffs: Handoffs | None = None
-        self._adaptive = False
         self._tiers = (
             KvTiers(engine, config.kv_socket, config.worker_id, self._publisher.publish) if config.kv_socket else None
         )
-        self._nap = Nap(engine, self._record, self, lambda: self._drain_s)
-        self._role_change: asyncio.Task[None] | None = None
+        self._leaving = Leaving(config.drain_timeout_s)
+        self._nap = Nap(engine, self._record, self, lambda: self._leaving.within_s)
+        self._role_changes = RoleChanges(engine, self._record)
         self._refusing: HeadwaterError | None = Unavailable("this worker is still loading its model")
-        self._stopping = asyncio.Event()
-        self._drain_s = config.drain_timeout_s
-        self._hurrying = asyncio.Event()
         self._failure: HeadwaterError | None = None
         self._abandoned = False
         self._closed = False
@@ -136,8 +134,8 @@ class WorkerShell:
         self._handoffs.on_failed = self._end_stream
         if self._tiers is not None:
             await self._tiers.start(info, self._go_on, self._config.kv_patience_s)
-        self._adaptive = self._config.adaptive and info.role is None
-        await self._engine.set_role(info.role or self._config.role)
+        adaptive = self._config.adaptive and info.role is None
+        await self._role_changes.begin(info.role or self._config.role, adaptive=adaptive)
         self._refusing = self._failure
         await self._record.ready(info)
         progress(Progress("ready", detail=info.card.name))
@@ -145,14 +143,12 @@ class WorkerShell:
 
     def stop(self) -> None:
         """Drain and leave; called again: leave at once."""
-        if self._stopping.is_set():
-            self._hurrying.set()
-        self._stopping.set()
+        self._leaving.tell()
 
     @property
     def hurried(self) -> bool:
         """Whether it was told twice to stop."""
-        return self._hurrying.is_set()
+        return self._leaving.hurried
 
     @property
     def abandoned(self) -> bool:
@@ -162,7 +158,7 @@ class WorkerShell:
     async def run(self, progress: ProgressSink) -> None:
         """All of a worker's life. Raises what loading raises, and `EngineFailed` when the engine fails."""
         try:
-            if await self._unless_stopped(self.start(progress)):
+            if await self._leaving.unless_told(self.start(progress)):
                 await self.serve()
             else:
                 self._abandoned = True
@@ -172,7 +168,7 @@ class WorkerShell:
 
     async def serve(self) -> None:
         """Until told to stop and drained. Raises `EngineFailed` when the engine fails."""
-        await self._stopping.wait()
+        await self._leaving.wait()
         if self._failure is None:
             await self._drain()
         if self._failure is not None:
@@ -192,8 +188,7 @@ class WorkerShell:
             await self._engine.close()
         finally:
             self.end_open(self._refusing)
-            if self._role_change is not None:
-                self._role_change.cancel()
+            self._role_changes.close()
             if self._handoffs is not None:
                 await self._handoffs.close()
             self._pulse.close()
@@ -201,38 +196,18 @@ class WorkerShell:
             await self._listener.close()
             await self._publisher.close()
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Whether the work was done before `stop` was called."""
-        working = asyncio.ensure_future(work)
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        try:
-            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                await working
-            return working.done()
-        finally:
-            for task in (working, stopping):
-                task.cancel()
-            await asyncio.gather(working, stopping, return_exceptions=True)
-
     async def _drain(self) -> None:
         _log.info("draining: %d streams are open", len(self._streams))
         self._refusing = Draining("this worker is draining; another one will take the request")
         await self._record.change(state="draining")
-        settled = asyncio.ensure_future(self._settle())
-        hurrying = asyncio.ensure_future(self._hurrying.wait())
-        try:
-            await asyncio.wait((settled, hurrying), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (settled, hurrying):
-                task.cancel()
-            await asyncio.gather(settled, hurrying, return_exceptions=True)
+        await self._leaving.unless_hurried(self._settle())
         if len(self._streams):
             _log.warning("%d streams were still open and are cut off", len(self._streams))
 
     async def _settle(self) -> None:
-        handed_over = self._handoffs.drain(self._drain_s) if self._handoffs is not None else asyncio.sleep(0)
-        await asyncio.gather(self._engine.drain(self._drain_s), handed_over, asyncio.sleep(SETTLE_S))
+        within_s = self._leaving.within_s
+        handed_over = self._handoffs.drain(within_s) if self._handoffs is not None else asyncio.sleep(0)
+        await asyncio.gather(self._engine.drain(within_s), handed_over, asyncio.sleep(SETTLE_S))
 
     # Frontends
 
@@ -244,7 +219,7 @@ class WorkerShell:
                 self._abort(self._streams.take(peer, streams))
             case Drain(within_s):
                 _log.info("told by a frontend to leave within %g s", within_s)
-                self._drain_s = min(max(0.0, within_s), self._drain_s)
+                self._leaving.shorten(within_s)
                 self.stop()
             case ReleaseBlocks(streams):
                 self._release(peer, streams)
@@ -252,10 +227,8 @@ class WorkerShell:
                 self._nap.sleep()
             case Wake():
                 self._nap.wake()
-            case SetRole(role) if self._adaptive:
-                self._role_change = asyncio.ensure_future(self._set_role(role, self._role_change))
             case SetRole(role):
-                _log.warning("a frontend asked for the role %s, but this worker's is fixed (--role adaptive)", role)
+                self._role_changes.ask(role)
             case FetchArtifact():
                 self._listener.send(peer, self._artifacts.read(frame))
 
@@ -337,14 +310,6 @@ class WorkerShell:
     def _open_link(self, address: str) -> WorkerLink:
         return self._planes.link(address, self._config.worker_id)
 
-    async def _set_role(self, role: Role, former: asyncio.Task[None] | None) -> None:
-        """What runs goes on; the cluster learns where to send what comes next."""
-        if former is not None:
-            await asyncio.gather(former, return_exceptions=True)
-        await self._engine.set_role(role)
-        if await self._record.change(role=role):
-            _log.info("this worker's role is %s now", role)
-
     def _abort(self, handles: Sequence[int]) -> None:
         if handles:
             if self._tiers is not None:
@@ -378,7 +343,7 @@ class WorkerShell:
 
     def refuse(self, error: HeadwaterError | None) -> None:
         """New requests, from now on. Whoever drains or has failed refuses them anyhow."""
-        if not self._stopping.is_set() and self._failure is None:
+        if not self._leaving.told and self._failure is None:
             self._refusing = error
 
     def end_open(self, error: HeadwaterError) -> None:
@@ -424,7 +389,7 @@ class WorkerShell:
         self._failure = error if isinstance(error, EngineFailed) else EngineFailed(str(error))
         self._refusing = self._failure
         self.end_open(self._failure)
-        self._stopping.set()
+        self._leaving.must()
 
 
 def _without_ready(progress: ProgressSink) -> ProgressSink:
