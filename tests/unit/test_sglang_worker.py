@@ -18,12 +18,12 @@ from headwater.cli.engine_flags import take_engine_words
 from headwater.cli.verbs import parser_of
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import Placement
-from headwater.engines.suite import SIZES, prompt_of
 from headwater.engines.kv_feed.subscription import FeedAddress
 from headwater.engines.registry import create_engine
 from headwater.engines.sglang import installed as installation
 from headwater.engines.sglang.arguments import SglangArguments, sglang_arguments
 from headwater.engines.sglang.engine import SglangEngine
+from headwater.engines.suite import SIZES, prompt_of
 from headwater.engines.watched import Bench, Recorder
 from headwater.errors import ConfigError, HeadwaterError, ModelError
 from headwater.runtime.conformance import eventually
@@ -313,7 +313,7 @@ def test_one_that_does_not_start_says_why(
             await engine.close()
             assert isinstance(engine, SglangEngine)
             assert engine._folder is not None
-            assert not engine._folder.exists()
+            assert not engine._folder.path.exists()
 
     with pytest.raises(kind, match="SGLang"):
         uvloop.run(start())

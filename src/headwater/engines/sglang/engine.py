@@ -6,11 +6,8 @@ SGLang's processes dies, SGLang ends this process too; the supervisor starts it 
 
 import asyncio
 import secrets
-import shutil
-import tempfile
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import ALONE, EngineInfo, Placement, Progress, ProgressSink
@@ -35,6 +32,7 @@ from headwater.kv.connectors.sglang_naming import PageNames
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import SequenceOutput
+from headwater.runtime.owned_folder import OwnedFolder
 
 _SHUTDOWN_TIMEOUT_S = 15.0
 
@@ -52,7 +50,7 @@ class SglangEngine(PacedEngine):
         self._loads = Loads(0, 0, 0)
         self._nonce = secrets.token_hex(4)
         self._following: Following | None = None
-        self._folder: Path | None = None
+        self._folder: OwnedFolder | None = None
         self._log: NameLog | None = None
         self._names: PageNames | None = None
         """With a store that SGLang goes to."""
@@ -62,10 +60,10 @@ class SglangEngine(PacedEngine):
     async def open_engine(self, progress: ProgressSink) -> EngineInfo:
         check_installed()
         texts, model = await asyncio.to_thread(texts_and_weights, self.config, "sglang", progress)
-        self._folder = Path(tempfile.mkdtemp(prefix="headwater-sglang-"))
-        arguments = await asyncio.to_thread(sglang_arguments, self.config, model, self._folder, self._placement)
+        folder = self._folder = OwnedFolder("sglang-")
+        arguments = await asyncio.to_thread(sglang_arguments, self.config, model, folder.path, self._placement)
         if arguments.store:
-            self._log = NameLog(names_in(self._folder))
+            self._log = NameLog(names_in(folder.path))
         self._host = SglangHost(self._on_news, self._on_loads, self.fail)
         async with pulse("SGLang", progress):
             started = await self._host.start(arguments.server)
@@ -87,7 +85,7 @@ class SglangEngine(PacedEngine):
         if self._log is not None:
             self._log.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
 
     def _follow_events(self, card: ModelCard, feeds: list[FeedAddress]) -> None:
         if feeds and self._settings.block_size is not None:

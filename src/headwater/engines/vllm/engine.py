@@ -12,11 +12,8 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
-import tempfile
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from vllm.exceptions import VLLMClientError
@@ -57,6 +54,7 @@ from headwater.kv.connectors.vllm_naming import request_params
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import EngineRequest
+from headwater.runtime.owned_folder import OwnedFolder
 
 _SHUTDOWN_TIMEOUT_S = 8.0
 
@@ -78,7 +76,7 @@ class VllmEngine(ExternalEngine):
         self._stats: Any = None
         self._nonce = secrets.token_hex(4)
         self._following: Following | None = None
-        self._folder: Path | None = None
+        self._folder: OwnedFolder | None = None
         self._guard = Guard()
         self._staging: Staging | None = None
         self._port: StagingPort | None = None
@@ -123,7 +121,7 @@ class VllmEngine(ExternalEngine):
         if self._staging is not None:
             self._staging.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
 
     def _arguments(self, model: str) -> VllmArguments:
         arguments = vllm_arguments(self.config, model, self._defaults)
@@ -132,9 +130,9 @@ class VllmEngine(ExternalEngine):
         self._connectors = connectors(engine.kv_transfer_config, handoff, self._placement.store)
         engine.kv_transfer_config = self._connectors.config
         if not arguments.events_given and engine.enable_prefix_caching is not False:
-            self._folder = Path(tempfile.mkdtemp(prefix="headwater-vllm-"))
+            self._folder = OwnedFolder("vllm-events-")
             engine.kv_events_config = (
-                events_config(f"ipc://{self._folder}/events", f"ipc://{self._folder}/replay")
+                events_config(f"ipc://{self._folder.path}/events", f"ipc://{self._folder.path}/replay")
                 if engine.data_parallel_size == 1
                 else events_config("tcp://*:0", "tcp://*:0")
             )
