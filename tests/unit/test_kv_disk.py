@@ -1,6 +1,7 @@
 """The disk tier beyond the contract: crashes, reopening, damage, caps, other owners."""
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -69,6 +70,20 @@ def test_files_are_closed_to_others(tmp_path: Path) -> None:
         asyncio.run(check())
     finally:
         os.umask(before)
+
+
+def test_what_another_version_wrote_is_not_served(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with opened(tmp_path) as tier:
+            assert await put(tier, "a") == 16 * [Kept.STORED]
+        manifest = json.loads((tmp_path / "manifest").read_bytes())
+        (tmp_path / "manifest").write_text(json.dumps(manifest | {"version": manifest["version"] - 1}))
+        async with opened(tmp_path) as tier:
+            assert tier.usage().num_blocks == 0
+            assert await served(tier, "a") == 16 * [Absent.MISSING]
+            assert await put(tier, "a") == 16 * [Kept.STORED]
+
+    asyncio.run(check())
 
 
 def test_a_manifest_cannot_ask_for_more_chunks_than_memory_has_room_for() -> None:

@@ -16,7 +16,7 @@ from headwater.kv.stores.shared_pool import PoolLayout
 from headwater.protocol.events import BlocksCleared, BlocksRemoved, BlocksStored
 from headwater.types import Tier
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 8 << 20
 MAX_BLOCKS = 16_384
 """Per message."""

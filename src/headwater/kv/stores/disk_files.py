@@ -29,7 +29,7 @@ from headwater.kv.table import RECORD_BYTES
 logger = logging.getLogger(__name__)
 
 LOCK = "lock"
-VERSION = 1
+VERSION = 2
 _NAMES = frozenset({LOCK, "manifest", "manifest.new", "records", "blocks"})
 _MAX_MANIFEST_BYTES = 16 << 20
 _MAX_CHUNKS = 1 << 20

@@ -12,14 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from headwater.clock import Clock
-from headwater.kv.checksum import Checksum, checksum
+from headwater.kv.checksum import PART_BYTES, Checksum, checksum
 from headwater.kv.space import PAGE_BYTES
-from headwater.kv.stores.copying import SLICE_BYTES
 from headwater.kv.stores.finishing import finished
 from headwater.transfer.memory import address_of
 
 _MAX_VECTORS = 256
 _MAX_GROUP_BYTES = 1 << 20
+_MAX_SUMMED_BYTES = 512 << 10
+"""Of a group whose bytes a processor has moved: so much of it is still in its cache when it is summed."""
 
 
 class Piece(NamedTuple):
@@ -52,11 +53,14 @@ class DiskIo:
         self._begun: dict[int, float] = {}
 
     async def write(self, pieces: Sequence[Piece]) -> Outcome:
-        return await self._run(pieces, self._write_group)
+        return await self._run(groups_of(pieces), self._write_group)
 
     async def read(self, pieces: Sequence[Piece], *, check: bool = True) -> Outcome:
         """What is `done` has been checked in its buffer, unless that is not wanted."""
-        return await self._run(pieces, self._read_group if check else self._read_unchecked)
+        if not check:
+            return await self._run(groups_of(pieces), self._read_unchecked)
+        most = _MAX_GROUP_BYTES if self._direct_fd >= 0 else _MAX_SUMMED_BYTES
+        return await self._run(groups_of(pieces, most), self._read_group)
 
     def stalled_s(self) -> float:
         """How long the oldest group has been under way."""
@@ -65,9 +69,8 @@ class DiskIo:
     def close(self, *, wait: bool) -> None:
         self._threads.shutdown(wait=wait)
 
-    async def _run(self, pieces: Sequence[Piece], work: Callable[[list[Piece]], Outcome]) -> Outcome:
+    async def _run(self, groups: list[list[Piece]], work: Callable[[list[Piece]], Outcome]) -> Outcome:
         loop = asyncio.get_running_loop()
-        groups = groups_of(pieces)
         lanes = [groups[lane :: self._num_lanes] for lane in range(min(self._num_lanes, len(groups)))]
         running = [loop.run_in_executor(self._threads, self._timed, work, lane) for lane in lanes]
         outcomes = await finished(asyncio.gather(*running, return_exceptions=True))
@@ -98,20 +101,20 @@ class DiskIo:
         return self._move(os.preadv, group)
 
     def _read_group(self, group: list[Piece]) -> Outcome:
-        if len(group) == 1 and len(group[0].view) > SLICE_BYTES and not self._goes_direct(group):
-            return self._read_in_slices(group[0])
+        if len(group) == 1 and len(group[0].view) > PART_BYTES and not self._goes_direct(group):
+            return self._read_in_parts(group[0])
         outcome = self._read_unchecked(group)
         if outcome.failed:
             return outcome
         damaged = [piece.number for piece in group if checksum(piece.id, piece.view) != piece.checksum]
         return Outcome([number for number in outcome.done if number not in damaged], damaged, [])
 
-    def _read_in_slices(self, piece: Piece) -> Outcome:
+    def _read_in_parts(self, piece: Piece) -> Outcome:
         """Through the page cache: summed while it is still in the cache of the processor."""
         total = Checksum(piece.id)
         try:
-            for start in range(0, len(piece.view), SLICE_BYTES):
-                part = piece.view[start : start + SLICE_BYTES]
+            for start in range(0, len(piece.view), PART_BYTES):
+                part = piece.view[start : start + PART_BYTES]
                 _whole(os.preadv, self._fd, [part], piece.offset + start)
                 total.add(part)
         except OSError:
@@ -132,13 +135,13 @@ class DiskIo:
         return Outcome(numbers, [], [])
 
 
-def groups_of(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Pieces that lie side by side together, each group of bounded size."""
+def groups_of(pieces: Sequence[Piece], max_bytes: int = _MAX_GROUP_BYTES) -> list[list[Piece]]:
+    """Pieces that lie side by side together, each group of at most so many bytes or one piece."""
     groups: list[list[Piece]] = []
     end, group_bytes = -1, 0
     for piece in sorted(pieces, key=lambda piece: piece.offset):
         size = len(piece.view)
-        if piece.offset != end or group_bytes + size > _MAX_GROUP_BYTES or len(groups[-1]) == _MAX_VECTORS:
+        if piece.offset != end or group_bytes + size > max_bytes or len(groups[-1]) == _MAX_VECTORS:
             groups.append([])
             group_bytes = 0
         groups[-1].append(piece)

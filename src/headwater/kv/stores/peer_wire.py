@@ -28,7 +28,7 @@ from headwater.transfer.auth import new_nonce, proof, proves
 from headwater.transfer.blocks import Blocks
 from headwater.transfer.card import MAX_CARD_BYTES
 
-VERSION = 1
+VERSION = 2
 MAX_IDS = 16_384
 MAX_FRAME_BYTES = 2 << 20
 _MAX_GREETING_BYTES = MAX_CARD_BYTES + 4096

@@ -23,7 +23,7 @@ from headwater.kv.block import Block, Family
 from headwater.types import BLOCK_ID_BYTES
 
 _MAGIC = b"HWKVRUN\0"
-_VERSION = 1
+_VERSION = 2
 _FIXED = Struct("<8sIIQ16sQ16s")
 _ENTRY = Struct("<16sQ")
 _SUM = Struct("<Q")
