@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 
@@ -21,6 +22,20 @@ print(child.pid, below, guard._process.pid, flush=True)
 if sys.argv[1] == "closes":
     time.sleep(0.5)
     guard.close()
+time.sleep(600)
+"""
+
+SHARING = """
+import subprocess, sys, time
+from headwater.engines.vllm.guard import Guard
+guard = Guard()
+guard.start()
+child = subprocess.Popen([sys.executable, "-c", "import time; from multiprocessing.shared_memory import SharedMemory; "
+                          "print(SharedMemory(create=True, size=4096).name, flush=True); time.sleep(600)"],
+                         stdout=subprocess.PIPE, text=True, start_new_session=True)
+name = child.stdout.readline()
+guard.settle()
+print(name, flush=True)
 time.sleep(600)
 """
 
@@ -48,6 +63,22 @@ def test_a_killed_worker_takes_them_along() -> None:
         time.sleep(0.05)
     assert worker.stdout is not None
     worker.stdout.close()
+
+
+def test_shared_memory_of_those_it_kills_is_removed() -> None:
+    worker = subprocess.Popen(
+        [sys.executable, "-c", SHARING], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with worker:
+        assert worker.stdout is not None
+        path = Path("/dev/shm", worker.stdout.readline().strip())
+        assert path.exists()
+        os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()
+        deadline = time.monotonic() + 20
+        while path.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_a_guard_that_is_closed_kills_nobody() -> None:

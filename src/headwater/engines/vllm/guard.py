@@ -2,7 +2,8 @@
 that takes its place could not start.
 
 vLLM's engine core does not notice that its parent is gone. A process of ours does, by a pipe that closes, and kills
-what was below that parent. `python -m headwater.engines.vllm.guard PID`, with the pipe as its input.
+what was below that parent, but for multiprocessing's trackers: they end when nobody is left that could make shared
+memory, and then remove what there is of it. `python -m headwater.engines.vllm.guard PID`, with the pipe as its input.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import psutil
 _SETTLED = b"settled\n"
 _LOOKED = b"looked\n"
 _LOOK_S = 0.5
+_TRACKER = "multiprocessing.resource_tracker"
 
 
 class Guard:
@@ -76,7 +78,8 @@ def main(parent: int) -> None:
     known = {process for process in guarded if process.is_running()}
     for process in known | below(process.pid for process in known):
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+            if not any(_TRACKER in word for word in process.cmdline()):
+                process.kill()
 
 
 if __name__ == "__main__":
