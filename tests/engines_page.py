@@ -126,6 +126,18 @@ ROWS = (
         ),
     ),
     Row(
+        "KV store of the node",
+        [*["yes"] * 3, "refused", *["in the worker; attached: refused"] * 2, "refused"],
+        (
+            "cluster/test_tiers_model.py::test_tokens_are_the_same_and_prefixes_come_from_the_host_tier",
+            "cluster/test_kv_object_served.py::test_the_next_life_of_a_graph_loads_from_the_bucket",
+            "unit/test_vllm_naming.py::test_blocks_have_the_ids_and_the_tenant_of_the_request",
+            "cluster/test_store_below_sglang.py::test_tenants_share_nothing_and_their_limits_reach_the_store",
+            "cluster/test_store_below_trtllm.py::test_tenants_share_nothing_and_their_limits_reach_the_store",
+            "unit/test_store_refusals.py::test_no_store_for_servers_that_run_already",
+        ),
+    ),
+    Row(
         "images and audio",
         [*["refused by name"] * 6, "the server's"],
         ("unit/test_openai_bad_input.py::test_media_are_refused_by_name", RELAYED),
