@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from headwater.config.schema import EngineConfig, FrontendConfig, RuntimeConfig, ServeConfig
+from headwater.deploy.actions import Finish, Part
 from headwater.deploy.local import LocalSupervisor
 from headwater.deploy.ports import Listeners
 from headwater.deploy.reports import ProgressReport
-from headwater.deploy.supervision import Finish, Part
 
 FAKE = Path(__file__).with_name("supervised_fake.py")
 COMMAND = (sys.executable, str(FAKE))

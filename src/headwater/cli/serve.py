@@ -26,10 +26,10 @@ from headwater.config.fields import secrets_of, sections_of
 from headwater.config.schema import KvConfig, ServeConfig
 from headwater.config.units import about_bytes
 from headwater.config.urls import http_url
+from headwater.deploy.actions import Finish
 from headwater.deploy.clusters import ClusterFolder, ClusterRecord, cluster_folder
 from headwater.deploy.local import LocalSupervisor, parts_of
 from headwater.deploy.ports import base_url, reserved_port
-from headwater.deploy.supervision import Finish
 from headwater.engines.native.host import free_memory_bytes
 from headwater.errors import ConfigError, HeadwaterError
 from headwater.frontend.http.tls import open_tls

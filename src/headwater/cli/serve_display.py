@@ -23,8 +23,8 @@ from rich.text import Text
 from headwater.cli.log_writer import LogWriter
 from headwater.config.schema import ServeConfig
 from headwater.config.units import about_bytes
+from headwater.deploy.actions import Part
 from headwater.deploy.reports import READY, ProgressReport
-from headwater.deploy.supervision import Part
 from headwater.protocol.cluster import Instance
 
 _log = logging.getLogger("headwater.serve")

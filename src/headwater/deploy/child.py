@@ -13,8 +13,8 @@ import msgspec
 
 from headwater.config.fields import secrets_of
 from headwater.config.schema import ServeConfig
+from headwater.deploy.actions import FAILED_EXIT, PERMANENT_EXIT
 from headwater.deploy.reports import Reporter
-from headwater.deploy.supervision import FAILED_EXIT, PERMANENT_EXIT
 from headwater.errors import ConfigError, HeadwaterError, ModelError
 from headwater.logs import configure_logging
 from headwater.runtime.parent import die_with_parent

@@ -19,26 +19,25 @@ import msgspec
 from headwater.clock import Clock, RealClock
 from headwater.config.fields import ENVIRONMENT_PREFIX
 from headwater.config.schema import ServeConfig
-from headwater.deploy.child import Seat, arguments
-from headwater.deploy.ports import Listeners
-from headwater.deploy.process import Child, describe_exit
-from headwater.deploy.reports import READY, WAIT, FailureReport, ProgressReport, Report
-from headwater.deploy.restarts import RestartLimits
-from headwater.deploy.supervision import (
+from headwater.deploy.actions import (
     Action,
     AllReady,
     Finish,
     GaveUp,
     Kill,
-    Limits,
     Part,
     Restarting,
     Rolled,
     Start,
     Stopping,
-    Supervision,
     Terminate,
 )
+from headwater.deploy.child import Seat, arguments
+from headwater.deploy.ports import Listeners
+from headwater.deploy.process import Child, describe_exit
+from headwater.deploy.reports import READY, WAIT, FailureReport, ProgressReport, Report
+from headwater.deploy.restarts import RestartLimits
+from headwater.deploy.supervision import Limits, Supervision
 
 CHILD_COMMAND = (sys.executable, "-m", "headwater.deploy.parts")
 _SPAWN_FAILED_EXIT = 126

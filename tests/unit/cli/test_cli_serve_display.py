@@ -14,8 +14,8 @@ from rich.console import Console
 from headwater.cli.log_writer import LogWriter
 from headwater.cli.serve_display import ServeDisplay, curl_command, describe, prefix, print_ready
 from headwater.config.schema import FrontendConfig, RuntimeConfig, ServeConfig
+from headwater.deploy.actions import Part
 from headwater.deploy.reports import FailureReport, ProgressReport, Reporter, decode_report
-from headwater.deploy.supervision import Part
 from headwater.engines.base import Progress
 from headwater.errors import ModelError
 from headwater.logs import configure_logging

@@ -6,22 +6,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headwater.deploy.restarts import RestartLimits
-from headwater.deploy.supervision import (
+from headwater.deploy.actions import (
     Action,
     AllReady,
     Finish,
     GaveUp,
     Kill,
-    Limits,
     Part,
     Restarting,
     Rolled,
     Start,
     Stopping,
-    Supervision,
     Terminate,
 )
+from headwater.deploy.restarts import RestartLimits
+from headwater.deploy.supervision import Limits, Supervision
 
 F0, W0, W1, W2 = Part("frontend", 0), *(Part("worker", number) for number in range(3))
 LIMITS = Limits(restarts=RestartLimits(max_restarts=2), ready_timeout_s=100.0, drain_timeout_s=30.0, exit_grace_s=5.0)
