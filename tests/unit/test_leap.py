@@ -12,6 +12,7 @@ from headwater.protocol.events import BlocksRemoved, BlocksStored
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
 from headwater.scheduler.leap import LeapingScheduler
 from headwater.scheduler.limits import SchedulerLimits
+from headwater.scheduler.outside import FirstToken, LoadEnded, LoadStarted
 from headwater.scheduler.plan import StepPlan, StepResult
 from headwater.scheduler.scheduler import Scheduler
 
@@ -203,3 +204,64 @@ def test_no_leap_beyond_the_limit_nor_in_mid_step() -> None:
         scheduler.leap(7, 1.0)
     scheduler.schedule(0.0)
     assert scheduler.leap_limit() == 0
+
+
+def drive_loads(scheduler: Scheduler, coming: list[tuple[float, EngineRequest, float | None]], leaping: bool) -> Log:
+    """Run until all is done. A request with a time loads: so long after its admission it has come from elsewhere with
+    its first token, as a rule in the middle of a step."""
+    log, due = Log(), list[tuple[float, int]]()
+    loads = {one.stream: after for _, one, after in coming}
+    coming = list(coming)
+    while coming or scheduler.num_open:
+        while coming and coming[0][0] <= log.now:
+            _, one, after = coming.pop(0)
+            scheduler.add(one, log.now, load_s=None if after is None else 1e9)
+        until = coming[0][0] if coming else float("inf")
+        if leaping and leap_towards(scheduler, log, until):
+            continue
+        plan = scheduler.schedule(log.now)
+        for news in scheduler.exchange.take_news():
+            if isinstance(news, LoadStarted):
+                due.append((log.now + (loads[news.stream] or 0.0), news.stream))
+            elif isinstance(news, LoadEnded):
+                due = [one for one in due if one[1] != news.stream]
+                scheduler.exchange.stopped(news.stream)
+        took = duration_ms(plan) if plan is not None else min([until, *[at for at, _ in due]]) - log.now
+        log.now += max(0.0, took)
+        for at_ms, stream in sorted(due):
+            if at_ms <= log.now:
+                due.remove((at_ms, stream))
+                scheduler.prefilled(stream, FirstToken(TOKEN, None, 3))
+        scheduler.check()
+        if plan is None:
+            log.take(scheduler, scheduler.take_outputs())
+        else:
+            samples = sum(piece.samples for piece in plan.slices)
+            log.take(scheduler, scheduler.commit(plan, StepResult([TOKEN] * samples, None, took), log.now))
+    return log
+
+
+@given(
+    coming=st.lists(
+        st.tuples(arrivals, st.one_of(st.none(), st.sampled_from([0.0, 0.4, 7.0, 60.0]))), min_size=1, max_size=12
+    ),
+    num_blocks=st.integers(15, 60),
+    max_num_seqs=st.integers(1, 6),
+)
+@settings(max_examples=80, deadline=None)
+def test_what_comes_from_elsewhere_joins_after_the_step_under_way(
+    coming: list[tuple[Arrival, float | None]], num_blocks: int, max_num_seqs: int
+) -> None:
+    at_ms, requests = 0.0, []
+    for stream, (arrival, after_ms) in enumerate(coming):
+        at_ms += arrival.after_ms
+        requests.append((at_ms, request(stream, arrival), after_ms))
+    sizes = limits(num_blocks, max_num_seqs)
+    plain, leaping = Scheduler(sizes), LeapingScheduler(sizes, TOKEN)
+    expected = drive_loads(plain, requests, leaping=False)
+    found = drive_loads(leaping, requests, leaping=True)
+    assert found.outputs == expected.outputs
+    assert found.events == expected.events
+    assert {name: getattr(leaping.load(), name) for name in totals} == {
+        name: getattr(plain.load(), name) for name in totals
+    }
