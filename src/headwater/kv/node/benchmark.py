@@ -170,12 +170,13 @@ async def measure_disk(folder: Path, buffers: Buffers, rounds: int, *, direct: b
                 for block, source in zip(chain.blocks(), buffers.sources, strict=True)
             ]
             parts = _parts(buffers)
+            written, wanted = _pieces(blocks, buffers.sources), _pieces(blocks, buffers.targets)
             with best["pwritev"].timed(number):
-                await _at_once(plain.write(_pieces(blocks, buffers.sources)[part]) for part in parts)
+                await _at_once(plain.write(written[part]) for part in parts)
             with best["put"].timed(number):
                 await _at_once(tier.put(chain.family, blocks[part], buffers.sources[part]) for part in parts)
             with best["preadv"].timed(number):
-                await _at_once(plain.read(_pieces(blocks, buffers.targets)[part], check=False) for part in parts)
+                await _at_once(plain.read(wanted[part], check=False) for part in parts)
             with best["get"].timed(number):
                 found = await _at_once(
                     tier.get(chain.family, chain.ids[16 * part.start : 16 * part.stop], buffers.targets[part])
