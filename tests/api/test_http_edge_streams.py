@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import http.client
 import logging
 import os
 import resource
@@ -12,6 +13,7 @@ import pytest
 from raw_http import echo, edge, get, run, until
 
 from headwater.errors import InvalidRequest, NoWorkers
+from headwater.frontend.http import half_closed
 from headwater.frontend.http.limits import HttpLimits
 from headwater.frontend.http.server import HttpServer
 
@@ -58,7 +60,7 @@ def test_writes_of_one_turn_leave_as_one_chunk_and_later_ones_on_their_own() -> 
     run(main)
 
 
-@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+@pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("when", ["streaming", "waiting", "pipelined"])
 def test_a_vanished_client_is_reported_at_once_and_once(how: str, when: str) -> None:
     async def main() -> None:
@@ -80,9 +82,7 @@ def test_a_vanished_client_is_reported_at_once_and_once(how: str, when: str) -> 
             if when == "streaming":
                 await client.read_head()
             transport = client.writer.transport
-            if how == "half-close":
-                transport.write_eof()
-            elif how == "close":
+            if how == "close":
                 transport.close()
             else:
                 raw = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
@@ -103,6 +103,101 @@ def test_a_vanished_client_is_reported_at_once_and_once(how: str, when: str) -> 
             assert called == [1]
             status = 200 if when == "streaming" else 0
             assert answered == [(status, False)] + ([(0, False)] if when == "pipelined" else [])
+
+    run(main)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_has_shut_its_sending_side_gets_the_whole_answer(version: str, streamed: bool) -> None:
+    async def main() -> None:
+        answered, pieces = [], [f"{number} ".encode() for number in range(5)]
+
+        async def handler(request, responder):
+            if streamed:
+                responder.start(200, ())
+                for piece in pieces:
+                    await asyncio.sleep(0.1)
+                    responder.write(piece)
+                responder.finish()
+            else:
+                await asyncio.sleep(0.5)
+                responder.send(200, (), b"".join(pieces))
+
+        async with edge(handler, on_answered=lambda *what: answered.append(what[1:])) as running:
+            client = await running.connect()
+            await client.send(get().replace(b"HTTP/1.1", f"HTTP/{version}".encode()))
+            client.writer.transport.write_eof()
+            answer = await client.read_answer()
+            if answer.status == 100:
+                answer = await client.read_answer()
+            assert (answer.status, answer.body) == (200, b"".join(pieces))
+            assert await client.is_closed()
+            assert answered == [(200, True)]
+
+    run(main)
+
+
+def test_all_that_a_client_asked_for_before_it_shut_its_side_is_answered_and_no_part_of_a_request() -> None:
+    async def main() -> None:
+        async with edge(echo) as running:
+            client = await running.connect()
+            await client.send(get("/a") + get("/b") + b"GET /c HTTP/1.1\r\nhost")
+            client.writer.transport.write_eof()
+            assert [(await client.read_answer()).status for _ in range(2)] == [200, 200]
+            assert await client.is_closed()
+
+    run(main)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_shut_its_side_first_and_then_left_has_gone(
+    streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(half_closed, "_PROBE_S", 0.1)
+
+    async def main() -> None:
+        started = []
+
+        def handler(request, responder):
+            if streamed:
+                responder.start(200, ())
+            started.append(responder)
+
+        async with edge(handler) as running:
+            client = await running.connect()
+            await client.send(get())
+            client.writer.transport.write_eof()
+            await until(lambda: bool(started))
+            await asyncio.sleep(0.3)
+            assert not started[0].disconnected
+            client.writer.transport.abort()
+            if streamed:
+                started[0].write(b"x")
+            await until(lambda: started[0].disconnected)
+            await until(lambda: running.server.num_connections == 0)
+
+    run(main)
+
+
+def test_a_stock_client_reads_past_what_it_is_asked_whether_it_is_there() -> None:
+    def ask(port: int) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("GET", "/")
+        connection.sock.shutdown(socket.SHUT_WR)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        return answer.read()
+
+    async def handler(request, responder):
+        await asyncio.sleep(0.2)
+        responder.start(200, ())
+        responder.write(b"whole")
+        responder.finish()
+
+    async def main() -> None:
+        async with edge(handler) as running:
+            assert await asyncio.to_thread(ask, running.port) == b"whole"
 
     run(main)
 

@@ -1,9 +1,10 @@
 """One client connection: bytes in, exchanges in order, bytes out.
 
 Requests are answered in the order they came; one runs at a time, a bounded number wait. Reading goes on while one
-runs, so that a vanished client is noticed at once. After a refusal, or a request that closes the connection, input
-is thrown away. Invariants: what is gathered for a client that does not read is bounded by `stream_buffer_bytes`, and
-every state in which the client owes something has a deadline.
+runs, so that a vanished client is noticed at once; one that has only stopped sending is told from it by
+`headwater.frontend.http.half_closed`. After a refusal, or a request that closes the connection, input is thrown away.
+Invariants: what is gathered for a client that does not read is bounded by `stream_buffer_bytes`, and every state in
+which the client owes something has a deadline.
 
     read deadline     nothing running, between messages   keep-alive (at first: header) timeout
                       a head is arriving                  header timeout, from its first byte
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 from headwater.frontend.http.base import HttpRequest
 from headwater.frontend.http.exchange import FINISHED, STREAMING, Exchange
+from headwater.frontend.http.half_closed import HalfClosed
 from headwater.frontend.http.head import BadHead
 from headwater.frontend.http.reader import BODY, HEAD, IDLE, RequestReader
 from headwater.frontend.http.replies import CONTINUE, edge_reply
@@ -36,6 +38,7 @@ class Connection(asyncio.Protocol):
         "_deaf",
         "_dirty",
         "_discarded_bytes",
+        "_half_closed",
         "_held_bytes",
         "_message",
         "_read_paused",
@@ -71,6 +74,7 @@ class Connection(asyncio.Protocol):
         self._deaf = False
         self._refused = False
         self._dirty = False
+        self._half_closed: HalfClosed | None = None
         self._read_paused = False
         self._write_paused = False
         self.read_deadline = server.now + server.limits.header_timeout_s
@@ -89,17 +93,32 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deaf = True
+        if self._half_closed is not None:
+            self._half_closed.close()
         self._hold(0)
         self._server.forget(self)
         self._lose_exchanges()
         self._reader.close()
 
     def eof_received(self) -> bool:
-        """The client closed its side: for us it has gone, whatever it was waiting for."""
-        if self._active is not None or self._waiting:
-            self._transport.abort()
-        self._lose_exchanges()
-        return False
+        """The client sends nothing more: what it has asked for in whole is answered, as long as it stays. With TLS the
+        library closes both sides at once."""
+        last = self._waiting[-1] if self._waiting else self._active
+        if last is None or self._transport.get_extra_info("ssl_object") is not None:
+            if last is not None:
+                self._transport.abort()
+            self._lose_exchanges()
+            return False
+        self._deaf = True
+        last.keep_alive = False
+        self.read_deadline = _NEVER
+        self._hold(0)
+        self._half_closed = HalfClosed(self._transport, self._probe, self.cut)
+        return True
+
+    def _probe(self) -> bytes:
+        """While the buffer is full there is enough on its way."""
+        return self._active.probe() if self._active is not None and not self._write_paused else b""
 
     def pause_writing(self) -> None:
         self._write_paused = True
@@ -282,7 +301,7 @@ class Connection(asyncio.Protocol):
 
     def _close_politely(self) -> None:
         """Close; after a refusal only when the client had time to read why, because unread input resets it."""
-        if not self._refused:
+        if not self._refused or self._half_closed is not None:
             self._transport.close()
             return
         self.read_deadline = self._server.now + self._server.limits.linger_timeout_s

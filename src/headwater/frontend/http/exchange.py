@@ -16,7 +16,7 @@ from typing import Protocol
 
 from headwater.errors import HeadwaterError, InternalError
 from headwater.frontend.http.base import Headers, HttpRequest
-from headwater.frontend.http.replies import Reply, reply_for, status_line
+from headwater.frontend.http.replies import CONTINUE, Reply, reply_for, status_line
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class Exchange:
         "_chunked",
         "_head",
         "_http10",
+        "_padded",
         "_parts",
         "_size",
         "_suppress_body",
@@ -73,6 +74,7 @@ class Exchange:
         self._suppress_body = request.method == "HEAD"
         self._chunked = False
         self._terminated = False
+        self._padded = False
         self._head = b""
         self._parts: list[bytes] = []
         self._size = 0
@@ -149,6 +151,7 @@ class Exchange:
     def take(self) -> bytes:
         """What was gathered since the last time, framed, in one piece."""
         parts = self._parts
+        self._padded = False
         if self._chunked:
             if parts:
                 parts.insert(0, b"%x\r\n" % self._size)
@@ -163,6 +166,16 @@ class Exchange:
         parts.clear()
         self._size = 0
         return data
+
+    def probe(self) -> bytes:
+        """What can be sent now without changing the answer: an interim one before the head, and after it a zero that
+        leads the size of the next chunk, once. Nothing where there is no such thing."""
+        if self.state == NEW and not self._http10:
+            return CONTINUE
+        if self.state == STREAMING and self._chunked and not (self._head or self._suppress_body or self._padded):
+            self._padded = True
+            return b"0"
+        return b""
 
     def gone(self) -> None:
         """The client left or was cut off: tell those who asked, once."""
