@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,17 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_extras_that_are_named_exist_and_users_find_all_of_them() -> None:
+    extras = set(tomllib.loads(text("pyproject.toml"))["project"]["optional-dependencies"])
+    for path in [*PAGES, *ROOT.glob("src/**/*.py")]:
+        named = {name for names in re.findall(r"headwater\[([a-z,]+)\]", path.read_text()) for name in names.split(",")}
+        assert named <= extras, f"{path.name} names {named - extras}"
+    in_table = {
+        name for row in re.findall(r"(?m)^\| (`.*?) \|", text("docs/install.md")) for name in re.findall("[a-z]+", row)
+    }
+    assert in_table >= extras - {"test", "dev"}
 
 
 def all_flags() -> set[str]:
