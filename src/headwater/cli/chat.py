@@ -71,7 +71,8 @@ def first_model(server: Server) -> str:
     try:
         return str(server.get_json("/v1/models")["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
-        raise Unavailable(f"{server.url}/v1/models names no model", hint="give --model") from error
+        hint = "one may be loading: --wait 10m, or give --model"
+        raise Unavailable(f"{server.url}/v1/models names no model", hint=hint) from error
 
 
 def converse(chat: "Conversation") -> int:
