@@ -23,7 +23,8 @@ from headwater.router.decisions import DecisionRecord
 from headwater.router.delay import Delay
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
-from headwater.router.view import ClusterView, time_class
+from headwater.router.view import ClusterView
+from headwater.router.worker import time_class
 
 BLOCK_SIZE = 16
 ROUNDS = 7

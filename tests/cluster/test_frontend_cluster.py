@@ -23,7 +23,7 @@ from headwater.protocol.cluster import CatalogueEntry
 from headwater.protocol.events import FrontendLoad, LoadReport
 from headwater.protocol.frames import ArtifactChunk
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
-from headwater.router.view import time_class
+from headwater.router.worker import time_class
 from headwater.runtime.registry.base import Outage
 
 

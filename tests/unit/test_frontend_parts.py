@@ -33,7 +33,7 @@ from headwater.protocol.cluster import Artifact
 from headwater.protocol.request import ErrorInfo
 from headwater.router.policy import Decision, PolicySettings, decide
 from headwater.router.request import RouteRequest
-from headwater.router.view import WorkerView
+from headwater.router.worker import WorkerView
 
 
 def request(method: str, path: str, **headers: bytes) -> HttpRequest:

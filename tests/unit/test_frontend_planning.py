@@ -18,7 +18,8 @@ from headwater.planner.objective import Objective
 from headwater.planner.observe import pool_of, served_of
 from headwater.protocol.events import FrontendLoad, LoadReport
 from headwater.router.decisions import DecisionLog, DecisionRecord
-from headwater.router.view import ClusterView, time_class
+from headwater.router.view import ClusterView
+from headwater.router.worker import time_class
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.sim.describe import MODEL, instance
 from headwater.types import Role

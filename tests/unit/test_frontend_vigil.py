@@ -12,7 +12,8 @@ from headwater.frontend.starved import StarvedHere
 from headwater.frontend.vigil import Vigil, VigilLimits, longest_step_ms
 from headwater.perf.model import StepModel, StepShape
 from headwater.protocol.events import LoadReport, StepTiming
-from headwater.router.view import ClusterView, WorkerView, time_class
+from headwater.router.view import ClusterView
+from headwater.router.worker import WorkerView, time_class
 from headwater.runtime.cpu_wait import CpuWait
 from headwater.runtime.registry.conformance import example_instance
 

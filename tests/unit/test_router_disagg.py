@@ -10,7 +10,8 @@ from headwater.protocol.cluster import Instance
 from headwater.protocol.request import EngineRequest, SamplingParams
 from headwater.router.disagg import DisaggSettings, PrefillChoice, choose_prefill
 from headwater.router.request import RouteRequest
-from headwater.router.view import ClusterView, WorkerView, time_class
+from headwater.router.view import ClusterView
+from headwater.router.worker import WorkerView, time_class
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.sim.describe import MODEL, instance
 from headwater.types import Role

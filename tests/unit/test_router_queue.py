@@ -18,7 +18,8 @@ from headwater.router.price import UNKNOWN, StepCosts
 from headwater.router.queue import AdmissionQueue, Outcome, Placed, QueueLimits, Refused, Ticket
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
-from headwater.router.view import Booking, ClusterView
+from headwater.router.view import ClusterView
+from headwater.router.worker import Booking
 
 CHUNK = UNKNOWN.chunk_tokens
 FULL = 4

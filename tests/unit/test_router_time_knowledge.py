@@ -11,7 +11,8 @@ from headwater.perf.shape import StepShape
 from headwater.protocol.cluster import Instance, ModelCard
 from headwater.protocol.events import EventSnapshot, LoadReport, StepTiming
 from headwater.router.price import StepCosts
-from headwater.router.view import ClusterView, time_class
+from headwater.router.view import ClusterView
+from headwater.router.worker import time_class
 
 CARD = ModelCard(
     name="m",

@@ -10,7 +10,8 @@ from headwater.protocol.cluster import Instance, ModelCard
 from headwater.protocol.events import BlocksRemoved, BlocksStored, FrontendLoad, LoadReport, StepTiming
 from headwater.router.delay import Delay
 from headwater.router.request import RouteRequest
-from headwater.router.view import Booking, ClusterView, WorkerView
+from headwater.router.view import ClusterView
+from headwater.router.worker import Booking, WorkerView
 
 
 def card(fingerprint: str = "f1") -> ModelCard:

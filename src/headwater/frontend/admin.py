@@ -28,7 +28,8 @@ from headwater.frontend.models import ModelSet
 from headwater.frontend.openai.parse import Shape, parse_body
 from headwater.frontend.routes import Route
 from headwater.protocol import PROTOCOL_VERSION
-from headwater.router.view import ClusterView, WorkerView
+from headwater.router.view import ClusterView
+from headwater.router.worker import WorkerView
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from headwater.router.decisions import DecisionLog, DecisionRecord, Detour, Outc
 from headwater.router.policy import Decision
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
-from headwater.router.view import WorkerView
+from headwater.router.worker import WorkerView
 
 
 class DecisionJournal:

@@ -17,7 +17,8 @@ from headwater.frontend.histogram import Histogram
 from headwater.frontend.router_metrics import RouterCollector, RouterMetrics
 from headwater.frontend.tenants.meter import Meter
 from headwater.frontend.tenants.metrics import TenantCollector
-from headwater.router.view import ClusterView, WorkerView
+from headwater.router.view import ClusterView
+from headwater.router.worker import WorkerView
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 

@@ -14,7 +14,7 @@ from headwater.protocol.request import EngineRequest
 from headwater.router.queue import AHEAD_PRIORITY, Placed
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
-from headwater.router.view import WorkerView
+from headwater.router.worker import WorkerView
 
 _MAX_SUBMIT_BYTES = 8 * 1024 * 1024
 """Prompts beyond this travel one sequence a frame."""

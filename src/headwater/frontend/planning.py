@@ -22,7 +22,8 @@ from headwater.planner.observe import pool_of, served_of
 from headwater.planner.plan import RolePlan
 from headwater.planner.pool import WorkerModel
 from headwater.router.decisions import DecisionLog
-from headwater.router.view import ClusterView, WorkerView, time_class
+from headwater.router.view import ClusterView
+from headwater.router.worker import WorkerView, time_class
 from headwater.runtime.parent import die_with_parent
 from headwater.types import Role
 

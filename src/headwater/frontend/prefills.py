@@ -10,7 +10,8 @@ from headwater.errors import NoWorkers
 from headwater.protocol.request import EngineRequest, RemotePrefill
 from headwater.router.disagg import DisaggSettings, PrefillChoice, choose_prefill
 from headwater.router.request import RouteRequest
-from headwater.router.view import Booking, ClusterView, WorkerView
+from headwater.router.view import ClusterView
+from headwater.router.worker import Booking, WorkerView
 
 IsLoose = Callable[[str], bool]
 """Whether requests for a model, by its fingerprint, may leave the plan of roles."""

@@ -18,7 +18,7 @@ from headwater.frontend.metrics import ModelMetrics
 from headwater.frontend.records import RequestRecord
 from headwater.frontend.submission import Submission
 from headwater.protocol.request import EngineRequest
-from headwater.router.view import Booking
+from headwater.router.worker import Booking
 
 
 class Stream:

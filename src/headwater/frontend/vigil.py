@@ -12,7 +12,8 @@ our own (`forgive`) is nobody's fault.
 from dataclasses import dataclass
 
 from headwater.protocol.events import LoadReport
-from headwater.router.view import ClusterView, WorkerView
+from headwater.router.view import ClusterView
+from headwater.router.worker import WorkerView
 
 PATIENCE = 5.0
 """Times the longest step that is expected."""

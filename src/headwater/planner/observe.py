@@ -8,7 +8,7 @@ from headwater.perf.model import StepModel
 from headwater.planner.pool import WorkerModel
 from headwater.planner.traffic import Served
 from headwater.router.decisions import DecisionRecord
-from headwater.router.view import WorkerView, time_class
+from headwater.router.worker import WorkerView, time_class
 
 _ROOM_STEPS = 2
 """Per doubling: workers with about as much room are alike."""

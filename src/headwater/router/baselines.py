@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from headwater.router.policy import Candidate, Decision, decide
 from headwater.router.request import RouteRequest
-from headwater.router.view import WorkerView
+from headwater.router.worker import WorkerView
 
 _MASK = (1 << 64) - 1
 

@@ -14,7 +14,7 @@ from headwater.router.even import unevenness
 from headwater.router.policy import Candidate, Decision, PolicySettings, decide
 from headwater.router.price import Placement, Price, Profile, prefill_pairs, price, profile, totals
 from headwater.router.request import RouteRequest
-from headwater.router.view import WorkerView
+from headwater.router.worker import WorkerView
 
 _LEAST_SPREAD = 0.02
 """Disagreement below this is noise of the measurement."""

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, get_args
 from headwater.errors import ConfigError
 from headwater.router.price import Occupancy, prefill_pairs
 from headwater.router.request import RouteRequest
-from headwater.router.view import WorkerView
+from headwater.router.worker import WorkerView
 
 Mode = Literal["plan", "always", "never", "threshold"]
 MODES: tuple[Mode, ...] = get_args(Mode)

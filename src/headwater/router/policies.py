@@ -8,7 +8,7 @@ from headwater.router.baselines import Dynamo, LlmD, PowerOfTwo, Preble, Random,
 from headwater.router.delay import Delay
 from headwater.router.policy import Candidate, Decision, Policy, decide
 from headwater.router.request import RouteRequest
-from headwater.router.view import WorkerView
+from headwater.router.worker import WorkerView
 
 
 class RoundRobin:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from headwater.router.request import RouteRequest as RouteRequest
-from headwater.router.view import WorkerView
+from headwater.router.worker import WorkerView
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from headwater.router.line import Key, Line, Tenant
 from headwater.router.policy import Decision, PricingPolicy
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
-from headwater.router.view import WorkerView
+from headwater.router.worker import WorkerView
 
 AGEING = 3.0
 """Ms that a price falls per ms waited: prices weigh a ms of prefill about as often, in its parts together."""

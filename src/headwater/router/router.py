@@ -11,7 +11,8 @@ from headwater.router.affinity import SessionAffinity
 from headwater.router.home import HomeRing
 from headwater.router.policy import Decision, Policy, RouteRequest
 from headwater.router.price import UNKNOWN, Placement, prefill_pairs, price, profile
-from headwater.router.view import ClusterView, WorkerView
+from headwater.router.view import ClusterView
+from headwater.router.worker import WorkerView
 
 _RETRY_AFTER_S = 2.0
 _MAX_RINGS = 256

@@ -13,7 +13,8 @@ from headwater.router.policy import Policy
 from headwater.router.queue import AHEAD_PRIORITY, AdmissionQueue, Placed, QueueLimits, Ticket
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
-from headwater.router.view import Booking, ClusterView, time_class
+from headwater.router.view import ClusterView
+from headwater.router.worker import Booking, time_class
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.sim.conditions import Conditions
 from headwater.sim.describe import MODEL, instance
