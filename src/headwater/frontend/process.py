@@ -46,6 +46,7 @@ from headwater.frontend.routes import Route
 from headwater.frontend.routing import build_router, dispatch_limits, planning_settings, vigil_limits
 from headwater.frontend.tenants.admission import TenantAdmission, usage_of
 from headwater.frontend.tenants.tenancy import Tenancy, check_public
+from headwater.router.router import Router
 from headwater.runtime.endpoints import default_run_folder
 from headwater.runtime.loopback import is_loopback
 from headwater.runtime.planes import Planes, open_planes
@@ -82,7 +83,6 @@ class Frontend:
         on_built: Callable[[], None] = lambda: None,
     ) -> None:
         """`meeting_folder`: where frontends of this host find each other; None: this one is alone."""
-        limit = config.frontend.max_concurrent_requests
         frontend_id = f"fe-{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         records = OpenRequests()
         metrics = FrontendMetrics()
@@ -94,56 +94,72 @@ class Frontend:
         self.tenancy = Tenancy(config.frontend, frontend_id, self._clock, public=not is_loopback(config.frontend.host))
         router = build_router(config.router, frontend_id)
         self.view = router.view
-        self.dispatcher = ClusterDispatcher(
-            router,
-            records,
-            metrics,
-            self._clock,
-            dispatch_limits(config, self.tenancy.weights),
-            admission=TenantAdmission(self.tenancy.meter),
-            notes=self._request_log,
-        )
+        self.dispatcher = self._make_dispatcher(router, records, metrics)
         build = partial(build_model, tokenizer_backend=config.frontend.tokenizer_backend)
         self.models: ModelSet[ServedModel | RelayedModel] = ModelSet(
             self.view, build, ArtifactCache(cache_folder), on_built
         )
-        self.cluster = Cluster(
+        self.cluster = self._make_cluster(planes, registry, frontend_id)
+        self.planning = self._make_planning()
+        self._neighbours: Neighbours | None = None
+        if meeting_folder is not None and config.faults.resume_time > 0:
+            self._neighbours = Neighbours(meeting_folder, frontend_id)
+        self._resumption = Resumption(ResumptionLimits(config.faults.resume_time), metrics.faults, self._neighbours)
+        routes = [*self._admin_routes(frontend_id, metrics), *self._api_routes()]
+        self.application = self._make_application(routes, records, metrics)
+        limits, on_answered = http_limits(config.frontend), self.application.on_answered
+        self.server = HttpServer(
+            self.application, limits, cors=config.frontend.cors, on_answered=on_answered, tls=open_tls(config.frontend)
+        )
+        self._back_door = HttpServer(self._answer_neighbour, limits, on_answered=on_answered)
+
+    def _make_dispatcher(self, router: Router, records: OpenRequests, metrics: FrontendMetrics) -> ClusterDispatcher:
+        return ClusterDispatcher(
+            router,
+            records,
+            metrics,
+            self._clock,
+            dispatch_limits(self._config, self.tenancy.weights),
+            admission=TenantAdmission(self.tenancy.meter),
+            notes=self._request_log,
+        )
+
+    def _make_cluster(self, planes: Planes, registry: Registry, frontend_id: str) -> Cluster:
+        return Cluster(
             registry,
             lambda address: planes.link(address, frontend_id),
             self._subscriber,
             self.view,
             self.models,
             self.dispatcher,
-            vigil_limits(config.faults),
+            vigil_limits(self._config.faults),
         )
-        self.planning = Planning(
+
+    def _make_planning(self) -> Planning:
+        planning = Planning(
             self.view,
             self.dispatcher.decisions,
             self._clock,
             self.cluster.tell_role,
-            planning_settings(config.disaggregation),
+            planning_settings(self._config.disaggregation),
         )
-        self.dispatcher.prefills.is_loose = self.planning.is_loose
-        self._neighbours: Neighbours | None = None
-        if meeting_folder is not None and config.faults.resume_time > 0:
-            self._neighbours = Neighbours(meeting_folder, frontend_id)
-        self._resumption = Resumption(ResumptionLimits(config.faults.resume_time), metrics.faults, self._neighbours)
-        routes = [*self._admin_routes(frontend_id, metrics), *self._api_routes()]
-        self.application = Application(
+        self.dispatcher.prefills.is_loose = planning.is_loose
+        return planning
+
+    def _make_application(
+        self, routes: Sequence[Route], records: OpenRequests, metrics: FrontendMetrics
+    ) -> Application:
+        application = Application(
             routes,
             self.tenancy,
             records,
             metrics,
             lambda record: usage_of(record, self.view),
-            max_concurrent_requests=limit,
+            max_concurrent_requests=self._config.frontend.max_concurrent_requests,
         )
-        self.application.check_early = self.dispatcher.check_early
-        self.application.comes_back = self._resumption.comes_back
-        limits, on_answered = http_limits(config.frontend), self.application.on_answered
-        self.server = HttpServer(
-            self.application, limits, cors=config.frontend.cors, on_answered=on_answered, tls=open_tls(config.frontend)
-        )
-        self._back_door = HttpServer(self._answer_neighbour, limits, on_answered=on_answered)
+        application.check_early = self.dispatcher.check_early
+        application.comes_back = self._resumption.comes_back
+        return application
 
     def _admin_routes(self, frontend_id: str, metrics: FrontendMetrics) -> list[Route]:
         state = FrontendState(
