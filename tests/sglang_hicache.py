@@ -48,6 +48,11 @@ class HiCache:
         for rank in self._ranks:
             rank.storage.close()
 
+    def rate_ms(self) -> float:
+        """What a token costs, as its back-end was told."""
+        rate = self._ranks[0].storage._names.rate()
+        return rate.token_ms if rate is not None else 0.0
+
     def prefetch(self, tokens: list[int], salt: str | None) -> None:
         keys = page_keys(tokens, salt, self._page_size)
         if len(keys) * self._page_size < self._threshold:

@@ -15,9 +15,11 @@ from headwater.engines.base import Engine, Placement
 from headwater.engines.registry import create_engine
 from headwater.kv.connectors import names
 from headwater.kv.identity import chain_block_ids, namespace
+from headwater.kv.pricing import ComputeRate
 from headwater.protocol.request import EngineRequest
 from headwater.runtime.conformance import eventually, run_leak_checked
 from headwater.tiers import followed
+from headwater.tiers.service import KvTiers
 from headwater.types import BLOCK_ID_BYTES
 from kv_process import client_of, store_process
 from sglang_double import ADAPTER
@@ -154,6 +156,22 @@ def test_ranks_keep_a_part_of_a_block_each(stage: Stage, monkeypatch: pytest.Mon
         await eventually(lambda: worker.stored.token_ms.keys() == {"host", "disk"}, "tiers are priced", 10)
 
     stage.play(scenario, "--tp-size", "2")
+
+
+def test_pages_that_would_come_too_late_are_computed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followed, "_ASK_S", 0.02)
+    cost_ms = [1.0]
+    monkeypatch.setattr(KvTiers, "_rate", lambda tiers, size: ComputeRate(cost_ms[0], 0.0, size))
+
+    async def scenario(cluster: Workers) -> None:
+        worker, hicache = cluster["w"], Sglang.made[-1].hicache
+        for stream, token_ms, loaded in ((1, 1.0, 0), (2, 1e-9, 0), (3, 1.0, 18)):
+            cost_ms[0] = token_ms
+            await eventually(lambda ms=token_ms: hicache.rate_ms() == ms, "what computing costs is told")
+            await worker.run(asked(stream, PROMPT))
+            assert hicache.loaded[-1] == loaded
+
+    stage.play(scenario)
 
 
 def test_what_no_worker_has_named_is_left_alone(stage: Stage) -> None:

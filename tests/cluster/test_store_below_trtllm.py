@@ -18,8 +18,11 @@ from headwater.engines.registry import create_engine
 from headwater.engines.watched import Recorder
 from headwater.errors import ConfigError
 from headwater.kv.identity import chain_block_ids, namespace
+from headwater.kv.pricing import ComputeRate
 from headwater.protocol.request import EngineRequest
 from headwater.runtime.conformance import eventually, run_leak_checked
+from headwater.tiers import followed
+from headwater.tiers.service import KvTiers
 from kv_process import client_of, store_process
 from trtllm_llm import LLM, Connected, package
 from trtllm_model import Fabric
@@ -141,6 +144,24 @@ def test_tenants_share_nothing_and_their_limits_reach_the_store(stage: Stage, ma
         assert ("acme", 0.25) in [(one.tenant, one.limit) for one in host.tenants]
 
     stage.play(scenario, "--kv-cache-config.use-kv-cache-manager-v2", manager)
+
+
+def test_blocks_that_would_come_too_late_are_computed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followed, "_ASK_S", 0.02)
+    cost_ms = [1.0]
+    monkeypatch.setattr(KvTiers, "_rate", lambda tiers, size: ComputeRate(cost_ms[0], 0.0, size))
+
+    async def scenario(cluster: Workers) -> None:
+        worker = cluster["w"]
+        for stream, token_ms, expected in ((1, 1.0, 0), (2, 1e-9, 0), (3, 1.0, 96)):
+            cost_ms[0] = token_ms
+            names = LLM.made[-1].connected.executor.scheduler._shared.names
+            await eventually(lambda ms=token_ms, of=names: of.rate().token_ms == ms, "what computing costs is told")
+            await worker.run(asked(stream))
+            assert loaded()[-1] == expected
+            await eventually(lambda: told(worker, ids_of(KEY), "host") == 6, "it is stored")
+
+    stage.play(scenario)
 
 
 def test_requests_for_adapters_are_left_to_its_own_cache(stage: Stage, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from headwater.kv.connectors.names import KEY_BYTES, Named, NameLog, NamesTold
 from headwater.kv.connectors.naming import Naming, namespace_in, salt_of
 from headwater.kv.connectors.sglang_naming import PageNames
 from headwater.kv.identity import chain_block_ids, namespace, split_block_ids
+from headwater.kv.pricing import ComputeRate
 from sglang_hicache import page_keys
 
 ANN, BOB = (Naming(namespace("m", "l", salt=name).hex(), "m", name) for name in ("ann", "bob"))
@@ -150,6 +151,22 @@ def test_readers_on_threads_see_whole_runs_while_they_are_written(path: Path) ->
         thread.join()
     assert wrong == []
     assert told.find(keys_of(1, 3999)[0]) is not None
+    told.close()
+    log.close()
+
+
+def test_what_computing_costs_is_told_when_it_is_news_and_in_every_log(path: Path) -> None:
+    log, told = NameLog(path, max_keys=10), NamesTold(path)
+    assert told.rate() is None
+    log.price(ComputeRate(1.0, 0.001, 16))
+    assert told.rate() == ComputeRate(1.0, 0.001, 16)
+    size = path.stat().st_size
+    log.price(ComputeRate(1.01, 0.001, 16))
+    assert path.stat().st_size == size
+    log.price(ComputeRate(1.5, 0.001, 16))
+    log.tell(ANN, keys_of(8), ids_of(8))
+    log.tell(ANN, keys_of(8, 8), ids_of(8, 8))
+    assert told.rate() == NamesTold(path).rate() == ComputeRate(1.5, 0.001, 16)
     told.close()
     log.close()
 

@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from headwater.errors import HeadwaterError
+from headwater.kv.pricing import ComputeRate
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport, WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
@@ -246,6 +247,15 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class StoreUser(Protocol):
+    """An engine that goes to the host's store by itself (`EngineInfo.store`), and weighs loads against computing."""
+
+    def price(self, rate: ComputeRate) -> None:
+        """What computing costs, as its step times have it by now. Told now and then."""
+        ...
 
 
 @runtime_checkable

@@ -127,6 +127,10 @@ class ComputeRate(NamedTuple):
         """Computing the block at this position, as part of a longer prompt."""
         return self.block_tokens * (self.token_ms + self.pair_ms * position * self.block_tokens)
 
+    def prefill_ms(self, new_tokens: int, cached_tokens: int) -> float:
+        """As `PrefillMs`."""
+        return new_tokens * (self.token_ms + self.pair_ms * (cached_tokens + new_tokens / 2))
+
 
 class Curiosity:
     """Counts refusals per tier; every `interval`-th is worth a try in the background."""

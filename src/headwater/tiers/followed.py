@@ -23,11 +23,18 @@ _MIB = 1 << 20
 
 
 class Followed:
-    """From `start` to `close`. `rate`: what computing a block costs, as far as it was measured. `num_ranks`: of tensor
-    parallelism."""
+    """From `start` to `close`. `rate`: what computing a block costs, as far as it was measured, which `price` tells the
+    engine. `num_ranks`: of tensor parallelism."""
 
-    def __init__(self, client: StoreClient, card: ModelCard, rate: Callable[[], ComputeRate], num_ranks: int) -> None:
-        self._client, self._card, self._rate, self._num_ranks = client, card, rate, num_ranks
+    def __init__(
+        self,
+        client: StoreClient,
+        card: ModelCard,
+        rate: Callable[[], ComputeRate],
+        num_ranks: int,
+        price: Callable[[ComputeRate], None] | None = None,
+    ) -> None:
+        self._client, self._card, self._rate, self._num_ranks, self._price = client, card, rate, num_ranks, price
         self._token_ms: dict[Tier, float] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -44,6 +51,8 @@ class Followed:
 
     async def _ask(self) -> None:
         while True:
+            if self._price is not None:
+                self._price(self._rate())
             with contextlib.suppress(StoreError):
                 await self._exchange()
             await asyncio.sleep(_ASK_S)

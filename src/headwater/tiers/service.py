@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from headwater.engines.base import Engine, EngineInfo
+from headwater.engines.base import Engine, EngineInfo, StoreUser
 from headwater.errors import InternalError
 from headwater.kv.block import Family
 from headwater.kv.node.client import StoreClient
@@ -78,9 +78,9 @@ class KvTiers:
         if self._client.problem:
             _log.warning("going on without a KV store until there is one: %s", self._client.problem)
         if port is None or info.store:
-            self._followed = Followed(
-                self._client, info.card, partial(self._rate, info.card.block_size), info.num_ranks
-            )
+            price = self._engine.price if isinstance(self._engine, StoreUser) else None
+            rate = partial(self._rate, info.card.block_size)
+            self._followed = Followed(self._client, info.card, rate, info.num_ranks, price)
             self._followed.start()
             return
         self._chunk_tokens = max(1, info.max_num_batched_tokens)

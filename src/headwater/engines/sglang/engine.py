@@ -29,6 +29,7 @@ from headwater.engines.texts import texts_and_weights
 from headwater.errors import HeadwaterError, WorkerLost
 from headwater.kv.connectors.names import NameLog
 from headwater.kv.connectors.sglang_naming import PageNames
+from headwater.kv.pricing import ComputeRate
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import SequenceOutput
@@ -121,6 +122,10 @@ class SglangEngine(PacedEngine):
             num_waiting=waiting,
             kv_blocks_free=num_blocks - round(min(1.0, usage) * num_blocks),
         )
+
+    def price(self, rate: ComputeRate) -> None:
+        if self._log is not None:
+            self._log.price(rate)
 
     # ---- what comes back
 

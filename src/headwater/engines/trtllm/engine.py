@@ -33,6 +33,7 @@ from headwater.engines.trtllm.store import AttachedStore
 from headwater.engines.trtllm_words import adapter_number, priority_of
 from headwater.errors import EngineFailed, HeadwaterError, InvalidRequest, WorkerLost
 from headwater.kv.identity import namespace
+from headwater.kv.pricing import ComputeRate
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.protocol.request import EngineRequest, SequenceOutput
@@ -220,6 +221,10 @@ class TrtllmEngine(ExternalEngine):
         if request.priority and installed.takes("priority"):
             options["priority"] = priority_of(request.priority)
         return options
+
+    def price(self, rate: ComputeRate) -> None:
+        if self._store is not None:
+            self._store.price(rate)
 
     # ---- what comes back
 

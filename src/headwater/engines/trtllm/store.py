@@ -8,6 +8,7 @@ from headwater.errors import ConfigError
 from headwater.kv.connectors.names import NameLog
 from headwater.kv.connectors.naming import Naming, salt_of
 from headwater.kv.connectors.trtllm_naming import Attached
+from headwater.kv.pricing import ComputeRate
 from headwater.runtime.owned_folder import OwnedFolder
 
 
@@ -40,6 +41,9 @@ class AttachedStore:
         """Of a request, which its blocks are named by from now on. Every one has a salt: by that it is known."""
         self._log.tell(naming, [naming.key()])
         return salt_of(naming.key())
+
+    def price(self, rate: ComputeRate) -> None:
+        self._log.price(rate)
 
     def close(self) -> None:
         self._attached.withdraw()

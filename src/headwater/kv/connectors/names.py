@@ -4,6 +4,8 @@ For engines that give their plug-ins no more of a request than a key: SGLang the
 cache salt. The worker writes what stands behind a key into a log in a folder of its own, before the engine gets the
 request; a connector reads what is new there when it meets a key that it does not know. Nobody waits for anybody.
 
+It says what computing costs, too, which loads are weighed against.
+
 A log is begun anew once it has so many keys; of the one before, readers keep what they have read. What is forgotten on
 both sides is told again with the next request, and until then the engine computes.
 """
@@ -13,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from math import isclose
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +23,7 @@ import msgspec
 
 from headwater.errors import ProtocolError
 from headwater.kv.connectors.naming import Naming
+from headwater.kv.pricing import ComputeRate
 from headwater.types import BLOCK_ID_BYTES
 
 _log = logging.getLogger(__name__)
@@ -29,14 +33,21 @@ MAX_KEYS = 1 << 17
 _LENGTH_BYTES = 4
 _MAX_FRAME_BYTES = 1 << 26
 _LOOK_AGAIN_S = 0.02
+_USUAL = (1000, 1000)
+_NEWS = 0.1
+"""Rates are compared by what some tokens after some others cost."""
 
 
-class _Run(msgspec.Struct, array_like=True):
+class _Run(msgspec.Struct, array_like=True, tag="names"):
     """Keys of one request, in order."""
 
     naming: Naming
     keys: bytes
     ids: bytes
+
+
+class _Rate(msgspec.Struct, array_like=True, tag="rate"):
+    rate: ComputeRate
 
 
 class Named(NamedTuple):
@@ -52,6 +63,7 @@ class NameLog:
         self._path, self._max_keys = path, max_keys
         self._told: dict[bytes, str] = {}
         """Tenants by key, of this log."""
+        self._rate: ComputeRate | None = None
         self._problem = ""
         self._broken = False
         self._fd = self._begin()
@@ -67,20 +79,32 @@ class NameLog:
             b"".join(keys[number] for number in new),
             b"".join(ids[number * size : (number + 1) * size] for number in new),
         )
-        try:
-            if self._broken or len(self._told) + len(new) > self._max_keys:
-                fresh = self._begin()
-                os.close(self._fd)
-                self._fd, self._broken = fresh, False
-            self._write(msgspec.msgpack.encode(run))
-        except OSError as error:
-            self._note(error)
-            return
-        self._told.update((keys[number], naming.tenant) for number in new)
+        if self._tell(run, len(new)):
+            self._told.update((keys[number], naming.tenant) for number in new)
+
+    def price(self, rate: ComputeRate) -> None:
+        """What computing costs; told if it is news."""
+        if self._rate is None or not isclose(rate.prefill_ms(*_USUAL), self._rate.prefill_ms(*_USUAL), rel_tol=_NEWS):
+            self._rate = rate
+            self._tell(_Rate(rate), 0)
 
     def close(self) -> None:
         os.close(self._fd)
         self._path.unlink(missing_ok=True)
+
+    def _tell(self, what: _Run | _Rate, num_keys: int) -> bool:
+        try:
+            if self._broken or len(self._told) + num_keys > self._max_keys:
+                fresh = self._begin()
+                os.close(self._fd)
+                self._fd, self._broken = fresh, False
+                if self._rate is not None:
+                    self._write(msgspec.msgpack.encode(_Rate(self._rate)))
+            self._write(msgspec.msgpack.encode(what))
+        except OSError as error:
+            self._note(error)
+            return False
+        return True
 
     def _begin(self) -> int:
         """In the place of the one before: who has that open goes on reading it to its end."""
@@ -113,6 +137,7 @@ class NamesTold:
         self._inode = 0
         self._rest = b""
         """Of a frame that is not whole yet."""
+        self._rate: ComputeRate | None = None
         self._found: dict[bytes, Named] = {}
         self._before: dict[bytes, Named] = {}
         self._problem = ""
@@ -133,6 +158,11 @@ class NamesTold:
             if len(found) == len(keys) or time.monotonic() >= until:
                 return found
             time.sleep(_LOOK_AGAIN_S)
+
+    def rate(self) -> ComputeRate | None:
+        """What computing costs by now; None: nothing was said of it."""
+        self._read()
+        return self._rate
 
     def close(self) -> None:
         with self._lock:
@@ -179,9 +209,13 @@ class NamesTold:
 
     def _take(self, frame: bytes) -> None:
         try:
-            run = msgspec.msgpack.decode(frame, type=_Run)
+            told = msgspec.msgpack.decode(frame, type=_Run | _Rate)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"names cannot be read: {error}") from error
+        if isinstance(told, _Rate):
+            self._rate = told.rate
+            return
+        run = told
         size = BLOCK_ID_BYTES if run.ids else 0
         for number in range(len(run.keys) // KEY_BYTES):
             key = run.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]

@@ -5,9 +5,12 @@
 
 Further keys: `socket` (where `headwater kv serve` listens), `fingerprint` (of the model; default its name), `tenant`,
 `timeout_s`. SGLang's page keys are chained hashes already, seeded with the salt; they are hashed once more under a
-namespace of model, tenant, layout and rank, so that only equal pages meet. A worker of ours attaches it by itself and
-names pages as its cluster does (`names`, a file; `sglang_naming`): each rank then keeps its part of a block, and what
-the worker has not named is left alone. Written against HiCacheStorage of SGLang 0.5.23.
+namespace of model, tenant, layout and rank, so that only equal pages meet. Written against HiCacheStorage of SGLang
+0.5.23.
+
+A worker of ours attaches it by itself and names pages as its cluster does (`names`, a file; `sglang_naming`). Then each
+rank keeps its part of a block, what the worker has not named is left alone, and pages that would come later than they
+are computed are not there.
 
 No call raises: HiCache does not restart a thread that ended. A store that is slow or gone is a miss. Refused as SGLang
 starts: models that keep more than KV pages (sliding windows, recurrent state, draft models).
@@ -91,9 +94,22 @@ class HeadwaterStorage(HiCacheStorage):  # type: ignore[misc]
         if chain is None:
             return 0
         try:
-            return sum(run.num_blocks for run in self._agent.match(chain, timeout_s=self._timeout_s, ask_s=_ASK_S))
+            runs = self._agent.match(chain, timeout_s=self._timeout_s, ask_s=_ASK_S)
         except HeadwaterError as error:
             return self._note(error, 0)
+        rate = self._names.rate() if self._names is not None else None
+        if rate is None:
+            return sum(run.num_blocks for run in runs)
+        size = self.mem_pool_host.page_size
+        plan = self._agent.client.plan(
+            chain,
+            runs,
+            rate.prefill_ms,
+            num_tokens=(chain.first + len(keys)) * size,
+            cached_tokens=chain.first * size,
+            block_tokens=size,
+        )
+        return plan.num_blocks
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         pool = self.mem_pool_host

@@ -41,6 +41,9 @@ _log = logging.getLogger(__name__)
 _ASK_S = 0.05
 """TensorRT-LLM's loop waits for it."""
 _LOAD_S = 2.0
+_MIN_LOAD_S = 0.25
+_PATIENCE = 4.0
+"""A load may take so many times what was predicted."""
 _SAVE_S = 10.0
 _MAX_HELD_BYTES = 4 << 30
 _NO_PAGE = -1
@@ -72,15 +75,15 @@ class Attachment:
         self.payload_bytes = 0
         """0 until the worker has seen the blocks."""
         found = Attached.found()
-        self._names = NamesTold(Path(found.names)) if found is not None else None
+        self.names = NamesTold(Path(found.names)) if found is not None else None
         self.store = StoreAgent(socket_path(found.socket if found is not None else None), "trtllm")
         if found is not None:
             found.acknowledge()
 
     def close(self) -> None:
         self.store.close()
-        if self._names is not None:
-            self._names.close()
+        if self.names is not None:
+            self.names.close()
 
     def describe(self, blocks: torch.Tensor) -> None:
         first = blocks[0]
@@ -89,8 +92,8 @@ class Attachment:
 
     def new_chain(self, salt: str) -> RequestChain | None:
         """None: the worker has not named it."""
-        if self._names is not None:
-            return self._named_chain(self._names, salt)
+        if self.names is not None:
+            return self._named_chain(self.names, salt)
         family = Family(self.model, self.layout, salt, self.payload_bytes)
         return RequestChain(family, namespace(self.model, self.layout, salt=salt), self.block_tokens)
 
@@ -158,7 +161,7 @@ class HeadwaterScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
         wanted = chain.upto(tokens, (len(tokens) - 1) // size)
         if num_computed_tokens % size or first >= wanted.num_blocks:
             return 0, False
-        state.held_from, state.held = first, self._load(wanted.part(first, wanted.num_blocks))
+        state.held_from, state.held = first, self._load(wanted.part(first, wanted.num_blocks), len(tokens))
         self._held_bytes += len(state.held) * shared.payload_bytes
         return len(state.held) * size, False
 
@@ -203,16 +206,28 @@ class HeadwaterScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
         """Its blocks were taken away; it begins anew."""
         self._forget(request.request_id)
 
-    def _load(self, chain: Piece) -> list[bytearray]:
+    def _load(self, chain: Piece, num_tokens: int) -> list[bytearray]:
+        """What comes sooner than it is computed, if it is known what that takes. The engine waits for it."""
         shared = self._shared
-        found = sum(run.num_blocks for run in shared.store.match(chain, timeout_s=2 * _ASK_S, ask_s=_ASK_S))
+        runs = shared.store.match(chain, timeout_s=2 * _ASK_S, ask_s=_ASK_S)
+        found, timeout_s = sum(run.num_blocks for run in runs), _LOAD_S
+        if (rate := shared.names.rate() if shared.names is not None else None) is not None:
+            plan = shared.store.client.plan(
+                chain,
+                runs,
+                rate.prefill_ms,
+                num_tokens=num_tokens,
+                cached_tokens=chain.first * shared.block_tokens,
+                block_tokens=shared.block_tokens,
+            )
+            found, timeout_s = plan.num_blocks, min(_LOAD_S, max(_MIN_LOAD_S, _PATIENCE * plan.load_ms / 1e3))
         room = max(0, _MAX_HELD_BYTES - self._held_bytes) // shared.payload_bytes
         chain = chain.part(0, min(found, room))
         if not chain.num_blocks:
             return []
         buffers = [bytearray(shared.payload_bytes) for _ in range(chain.num_blocks)]
         try:
-            loading = shared.store.load(chain, [memoryview(one) for one in buffers], timeout_s=_LOAD_S)
+            loading = shared.store.load(chain, [memoryview(one) for one in buffers], timeout_s=timeout_s)
             return buffers[: loading.result(2 * _LOAD_S)]
         except (HeadwaterError, TimeoutError) as error:
             _log.warning("the KV store does not answer, blocks are computed: %s", error)
