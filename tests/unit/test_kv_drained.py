@@ -192,8 +192,10 @@ def test_salts_adapters_and_media_have_blocks_of_their_own() -> None:
     ours = namespace("model", "layout", salt="s")
     heard.drained.take([stored(0, [11], cache_salt=f"hw:{ours.hex()}"), stored(1, [12], cache_salt="theirs")])
     heard.drained.take([stored(2, [13], lora_id=7), stored(3, [14], mm_keys=[{"hash": "ab", "start_offset": 0}])])
+    heard.drained.take([stored(4, [15], lora_id=7, cache_salt="tuned")])
     resident = heard.resident["device"]
-    assert len(resident) == 4
+    assert len(resident) == 5
+    assert ids(1, namespace("model", "layout", adapter="tuned", salt="tuned"))[0] in resident
     assert ids(1, ours)[0] in resident
     assert ids(1, namespace("model", "layout", salt="theirs"))[0] in resident
     assert ids(1, namespace("model", "layout", adapter="tuned"))[0] in resident

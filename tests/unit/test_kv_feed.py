@@ -100,6 +100,14 @@ def test_a_salt_of_its_own_covers_the_first_block() -> None:
     assert batch.events == [ForeignStored([1], None, [1, 2], 2, extra_keys=[["x"]])]
 
 
+def test_a_salt_that_is_called_like_the_adapter_is_not_taken_for_it() -> None:
+    event = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": list(range(4))}
+    event |= {"block_size": 4, "lora_name": "acme", "cache_salt": "acme"}
+    batch = decode_batch(msgspec.msgpack.encode([1, [event]]))
+    both = namespace("fp", "layout", adapter="acme", salt="acme")
+    assert FeedTranslator("fp", "layout", SIZE).apply(batch) == [BlocksStored(ids(range(4), both))]
+
+
 @pytest.mark.parametrize(
     "payload",
     [

@@ -11,7 +11,7 @@ from headwater.engines.kv_feed.owners import BlockOwners
 from headwater.engines.kv_feed.translate import FeedTranslator
 from headwater.engines.kv_feed.wire import ForeignBatch, ForeignStored
 from headwater.kv.identity import chain_block_ids, namespace
-from headwater.protocol.events import BlocksStored
+from headwater.protocol.events import BlocksStored, WorkerEvent
 
 SIZE = 4
 PLAIN, ANN, BOB = (namespace("model", "layout", salt=salt) for salt in ("", "ann", "bob"))
@@ -87,6 +87,41 @@ def test_the_model_and_its_adapters_are_told_apart(owners: BlockOwners) -> None:
     owners.begin(1, array("I", FIRST), tuned)
     owners.begin(2, array("I", OTHER), PLAIN)
     assert (owners.of(1, FIRST), owners.of(2, OTHER)) == (tuned, PLAIN)
+
+
+def test_an_adapter_that_is_named_without_its_salt_is_told_by_who_asked_for_it(owners: BlockOwners) -> None:
+    """As events of TensorRT-LLM's second cache manager may do."""
+    translator = FeedTranslator("model", "layout", SIZE, owners)
+    bobs = namespace("model", "layout", adapter="tuned", salt="bob")
+    theirs = namespace("model", "layout", adapter="other")
+
+    def stored(foreign: int, adapter: str | None, first: int) -> list[WorkerEvent]:
+        extra = [[adapter]] if adapter else ()
+        event = ForeignStored([foreign], None, [first, 2, 3, 4], SIZE, adapter=adapter, extra_keys=extra)
+        return translator.apply(ForeignBatch(0.0, [event]))
+
+    owners.begin(1, array("I", FIRST), ANN, None)
+    owners.begin(2, array("I", FIRST), bobs, "tuned")
+    assert stored(11, "tuned", 1) == [BlocksStored(chain_block_ids(bobs, FIRST, SIZE))]
+    assert stored(12, "other", 1) == [BlocksStored(chain_block_ids(theirs, FIRST, SIZE))], "no request of ours"
+    assert stored(13, None, 1) == [BlocksStored(chain_block_ids(ANN, FIRST, SIZE))]
+    owners.begin(3, array("I", OTHER), bobs, "tuned")
+    owners.begin(4, array("I", OTHER), namespace("model", "layout", adapter="tuned", salt="ann"), "tuned")
+    other = ForeignStored([14], None, [1, 2, 3, 5], SIZE, adapter="tuned", extra_keys=[["tuned"]])
+    assert translator.apply(ForeignBatch(0.0, [other])) == [], "it may be of two tenants"
+
+
+def test_where_salts_are_named_an_adapter_alone_says_that_there_is_none(owners: BlockOwners) -> None:
+    translator = FeedTranslator("model", "layout", SIZE, owners)
+    anns, plain = (namespace("model", "layout", adapter="tuned", salt=salt) for salt in ("ann", ""))
+    owners.begin(1, array("I", OTHER), ANN)
+    salted = ForeignStored([11], None, [1, 2, 3, 5], SIZE, extra_keys=[[f"hw:{ANN.hex()}"]])
+    translator.apply(ForeignBatch(0.0, [salted]))
+    owners.begin(2, array("I", FIRST), anns, "tuned")
+    alone = ForeignStored([12], None, [1, 2, 3, 4], SIZE, adapter="tuned", extra_keys=[["tuned"]])
+    both = ForeignStored([13], None, [1, 2, 3, 4], SIZE, adapter="tuned", extra_keys=[["tuned", f"hw:{anns.hex()}"]])
+    told = translator.apply(ForeignBatch(0.0, [alone, both]))
+    assert told == [BlocksStored(chain_block_ids(key, FIRST, SIZE)) for key in (plain, anns)]
 
 
 def test_memory_is_bounded(owners: BlockOwners, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,7 @@ class AttachedEngine(PacedEngine):
         else:
             work = exchanges.stream(request, *ask(request, cached))
         if self._owners is not None:
-            self._owners.begin(request.stream, tokens, request.namespace or own)
+            self._owners.begin(request.stream, tokens, request.namespace or own, request.adapter)
         self._answer(request.stream, work)
 
     async def sleep(self) -> None:

@@ -154,7 +154,7 @@ class _Run:
             self.tier, self._adapter = tier, adapter
         self.hashes.append(block["block_hash"])
         self._token_ids += [token["token_id"] for token in block["tokens"]]
-        self._extra_keys.append(_extra_keys(block) or None)
+        self._extra_keys.append(_extra_keys(block, adapter) or None)
 
     def end(self, told: list[ForeignEvent]) -> None:
         if self.hashes:
@@ -171,9 +171,10 @@ class _Run:
             )
 
 
-def _extra_keys(block: Mapping[str, Any]) -> list[Any]:
-    """What the hash of a block covers beside its tokens: media, and the salt."""
-    keys: list[Any] = [key for key in block.get("mm_keys") or () if key]
+def _extra_keys(block: Mapping[str, Any], adapter: str | None) -> list[Any]:
+    """What the hash of a block covers beside its tokens: adapter, media, and the salt."""
+    keys: list[Any] = [] if adapter is None else [adapter]
+    keys += [key for key in block.get("mm_keys") or () if key]
     extra = [token.get("token_extra_id") or 0 for token in block["tokens"]]
     if any(extra):
         keys.append(extra)

@@ -43,6 +43,8 @@ class FeedTranslator:
 
     def __init__(self, fingerprint: str, kv_layout: str, block_size: int, owners: BlockOwners | None = None) -> None:
         """`owners`: whom to ask where an engine names no salts; without, such blocks are the model's own."""
+        self._names_salts = False
+        """Whether an event has: then one without is of a request without."""
         self.num_orphans = 0
         """Blocks left out because their parent, or whose they are, is not known."""
         self._owners = owners
@@ -110,28 +112,24 @@ class FeedTranslator:
         return self._known.get((rank, event.tier, event.parent)) or self._known.get((rank, "device", event.parent))
 
     def _namespace(self, event: ForeignStored) -> bytes | None:
-        """Of a run that begins a sequence."""
-        said = self._said_namespace(event)
+        """Of a run that begins a sequence. An adapter alone does not say it where salts are not named."""
+        salt = _salt(event)
+        self._names_salts = self._names_salts or bool(salt)
+        said = self._said_namespace(event.adapter, salt)
         if self._owners is None:
-            return said or self._default
-        first = array("I", event.token_ids[: self._block_size]).tobytes()
-        if said is None:
-            return self._owners.of(event.hashes[0], first)
-        self._owners.learn(event.hashes[0], first, said)
-        return said
+            return said
+        foreign, first = event.hashes[0], array("I", event.token_ids[: self._block_size]).tobytes()
+        if salt or (event.adapter is not None and self._names_salts):
+            self._owners.learn(foreign, first, said)
+            return said
+        return self._owners.of(foreign, first, event.adapter, nobodys=None if event.adapter is None else said)
 
-    def _said_namespace(self, event: ForeignStored) -> bytes | None:
-        """By its adapter and its salt; None where it has neither."""
-        keys = event.extra_keys[0] if event.extra_keys else None
-        texts = [key for key in keys or () if isinstance(key, str)]
-        if event.adapter is not None and event.adapter in texts:
-            texts.remove(event.adapter)
-        salt = texts[-1] if texts else ""
+    def _said_namespace(self, adapter: str | None, salt: str) -> bytes:
         if (carried := naming.namespace_in(salt)) is not None:
             return carried
-        if not salt and event.adapter is None:
-            return None
-        return namespace(self._fingerprint, self._kv_layout, adapter=event.adapter or "", salt=salt)
+        if not salt and adapter is None:
+            return self._default
+        return namespace(self._fingerprint, self._kv_layout, adapter=adapter or "", salt=salt)
 
     def _remove(self, rank: int, event: ForeignRemoved, told: list[WorkerEvent]) -> None:
         gone: list[bytes] = []
@@ -209,6 +207,15 @@ class _Run:
         if self._ids:
             told.append(BlocksStored(b"".join(self._ids), self._parent, self._tier))
             self._ids = []
+
+
+def _salt(event: ForeignStored) -> str:
+    """That of its first block, which alone is hashed with it; the adapter's name may be the same text."""
+    keys = event.extra_keys[0] if event.extra_keys else None
+    texts = [key for key in keys or () if isinstance(key, str)]
+    if event.adapter is not None and event.adapter in texts:
+        texts.remove(event.adapter)
+    return texts[-1] if texts else ""
 
 
 def _media(extra_keys: Sequence[Sequence[Any] | None]) -> Mapping[int, list[bytes]] | None:

@@ -128,7 +128,7 @@ def _stored(fields: Mapping[str, Any]) -> ForeignStored | None:
         raise ValueError("extra keys must be lists")
     salt = fields.get("cache_salt")
     if extra_keys is None and salt:
-        extra_keys = [[salt]]
+        extra_keys = [[salt] if adapter is None else [adapter, salt]]
     return ForeignStored(
         hashes=hashes,
         parent=parent,

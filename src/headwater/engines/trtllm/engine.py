@@ -145,7 +145,8 @@ class TrtllmEngine(ExternalEngine):
         request, number = stream.request, stream.request.stream
         result, work = self._begin(request, tokens.tolist())
         if self._owners is not None:
-            self._owners.begin(number, tokens, request.namespace or self.own_namespace(request.adapter))
+            key = request.namespace or self.own_namespace(request.adapter)
+            self._owners.begin(number, tokens, key, request.adapter)
         task = asyncio.get_running_loop().create_task(self._until_told(number, work))
         task.add_done_callback(lambda _: self._forget_owner(number))
         self._results[number] = (result, task)
