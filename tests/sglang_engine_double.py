@@ -49,6 +49,7 @@ class ServerArgs:
     base_gpu_id: int = 0
     pp_size: int = 1
     dp_size: int = 1
+    nnodes: int = 1
     lora_paths: list[str] | None = None
     host: str = "127.0.0.1"
     enable_hierarchical_cache: bool = False
@@ -73,6 +74,7 @@ class ServerArgs:
         parser.add_argument("--pp-size", type=int, default=1)
         parser.add_argument("--dp-size", "--data-parallel-size", type=int, default=1)
         parser.add_argument("--base-gpu-id", type=int, default=0)
+        parser.add_argument("--nnodes", type=int, default=1)
         parser.add_argument("--disaggregation-mode", default="null", choices=["null", "prefill", "decode"])
         parser.add_argument("--disaggregation-bootstrap-port", type=int, default=8998)
         parser.add_argument("--host", default="127.0.0.1")

@@ -60,6 +60,7 @@ OTHERS_FLAGS = {
     "--hicache-host-memory-mode",
     "--hicache-ratio",
     "--hicache-size",
+    "--nnodes",
     "--speculative-algorithm",
     "--incremental-streaming-output",
     "--lora-paths",

@@ -66,6 +66,7 @@ def test_a_store_that_the_operator_attached_to_sglang_is_not_attached_again() ->
         (("--disable-radix-cache",), r"--disable-radix-cache \(--no-enable-prefix-caching\)"),
         (("--disaggregation-mode", "decode"), "--disaggregation-mode decode"),
         (("--speculative-algorithm", "EAGLE3"), "--speculative-algorithm EAGLE3"),
+        (("--nnodes", "2"), "--nnodes 2"),
         (("--page-size", "1"), "--page-size 1"),
     ],
 )

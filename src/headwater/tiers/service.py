@@ -72,7 +72,11 @@ class KvTiers:
         port = self._engine.kv
         usable = port is not None and port.blocks.view is not None
         if not usable and not info.store:
-            _log.warning("the KV store is not used: the %s engine gives no access to its KV memory", info.engine)
+            _log.warning(
+                "this worker does not use the KV store: its engine (%s) gives no access to its KV memory, and was not "
+                "attached to the store by us",
+                info.engine,
+            )
             return
         await self._client.start(patience_s=patience_s)
         if self._client.problem:

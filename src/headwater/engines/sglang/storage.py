@@ -71,6 +71,11 @@ def _check(parsed: argparse.Namespace) -> None:
             "SGLang's pages then hold the state of a draft model too, which the KV store does not keep",
         ),
         (
+            "--nnodes",
+            parsed.nnodes if parsed.nnodes > 1 else None,
+            "the KV store is that of one node",
+        ),
+        (
             "--page-size",
             parsed.page_size if parsed.page_size < LEAST_PAGE_SIZE else None,
             f"the KV store wants pages of {LEAST_PAGE_SIZE} tokens or more",
