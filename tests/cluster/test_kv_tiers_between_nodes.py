@@ -79,7 +79,7 @@ def test_a_tenant_that_comes_through_peers_alone_keeps_to_its_share(run_folder: 
             for run in flood:
                 assert await load(two, run) == ("peer", 16)
             assert 16 <= (await held(two))["flood"] <= 0.2 * full + 16
-            assert (await held(two))[""] >= 0.7 * full
+            assert (await held(two))[""] >= 0.8 * full - 16
             two.limit("flood", 1.0)
             for run in flood:
                 await load(two, run)
