@@ -9,7 +9,6 @@ every block of ours carries a checksum that is verified. Both go through the pag
 """
 
 import argparse
-import asyncio
 import json
 import os
 import subprocess
@@ -17,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+
+import uvloop
 
 from headwater.clock import RealClock
 from headwater.kv.block import Block
@@ -78,9 +79,9 @@ def main() -> None:
     print(f"{'turn':6}{'':10}{'store':>9}{'load':>9}{'lookup':>9}{'shared':>9}")
     for turn in range(args.turns):
         theirs = lmcache(args.lmcache, args.keys, args.kib, args.rounds)
-        mine = asyncio.run(ours(args.keys, args.kib, args.rounds))
+        mine = uvloop.run(ours(args.keys, args.kib, args.rounds))
         with store_process(64 << 20, 4096) as path:
-            lookups = asyncio.run(measure_lookups(path, args.keys, 200))
+            lookups = uvloop.run(measure_lookups(path, args.keys, 200))
         print(f"{turn:<6}{'LMCache':10}{theirs['store']:>9.2f}{theirs['load']:>9.2f}{theirs['lookup']:>9.3f}")
         print(
             f"{'':6}{'ours':10}{mine['store']:>9.2f}{mine['load']:>9.2f}"

@@ -8,6 +8,7 @@ never share a block unless they are given the same salt. A partial block has no 
 
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
+from typing import cast
 
 from headwater.types import BLOCK_ID_BYTES, TOKEN_ID_BYTES, BlockId
 
@@ -56,7 +57,8 @@ def chain_block_ids(
 
 def split_block_ids(joined: bytes) -> list[BlockId]:
     """The single ids of a joined run."""
-    return [BlockId(joined[i : i + BLOCK_ID_BYTES]) for i in range(0, len(joined), BLOCK_ID_BYTES)]
+    ids = [joined[i : i + BLOCK_ID_BYTES] for i in range(0, len(joined), BLOCK_ID_BYTES)]
+    return cast(list[BlockId], ids)
 
 
 def num_shared_blocks(first: bytes | bytearray, second: bytes | bytearray) -> int:

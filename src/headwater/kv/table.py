@@ -22,6 +22,8 @@ from headwater.types import BLOCK_ID_BYTES
 
 RECORD_BYTES = 64
 _RECORD = Struct("<16s16sQQIIIHBx")
+_PAYLOAD = Struct("<32xQQI4xIHBx")
+"""Of a record: checksum, offset, size, when it was stored, family, state."""
 _ID_WORDS = RECORD_BYTES // 8
 _OFFSET = Struct("<Q")
 _WORD = Struct("=Q")
@@ -102,15 +104,12 @@ class BlockTable:
         size, and stored since then."""
         offsets: list[int] = []
         checksums: list[int] = []
-        records, unpack = self._records, _RECORD.unpack_from
+        records, unpack = self._records, _PAYLOAD.unpack_from
         for number in self.find_all(ids):
             if number < 0:
                 return None
-            _, _, checksum, offset, payload_bytes, _, stored_at_s, its_family, state = unpack(
-                records, number * RECORD_BYTES
-            )
-            alike = its_family == family and payload_bytes == size
-            if state != _COMMITTED or not alike or stored_at_s < oldest_s:
+            checksum, offset, its_size, stored_at_s, its_family, state = unpack(records, number * RECORD_BYTES)
+            if state != _COMMITTED or its_family != family or its_size != size or stored_at_s < oldest_s:
                 return None
             offsets.append(offset)
             checksums.append(checksum)
