@@ -18,8 +18,9 @@ import msgspec
 from headwater.bench.report import percentile
 from headwater.protocol.events import LoadReport, WorkerEvent
 from headwater.router.delay import Delay
-from headwater.router.queue import AdmissionQueue, Ticket
+from headwater.router.queue import AdmissionQueue
 from headwater.router.router import Router
+from headwater.router.ticket import Ticket
 from headwater.router.view import ClusterView
 from headwater.sim.cluster import NO_QUEUE, SimCluster, SimConfig
 from headwater.sim.records import SimResult

@@ -15,9 +15,10 @@ from headwater.router.delay import Delay
 from headwater.router.policies import RoundRobin
 from headwater.router.policy import Policy
 from headwater.router.price import UNKNOWN, StepCosts
-from headwater.router.queue import AdmissionQueue, Outcome, Placed, QueueLimits, Refused, Ticket
+from headwater.router.queue import AdmissionQueue, QueueLimits
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
+from headwater.router.ticket import Outcome, Placed, Refused, Ticket
 from headwater.router.view import ClusterView
 from headwater.router.worker import Booking
 

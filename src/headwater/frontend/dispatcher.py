@@ -36,8 +36,9 @@ from headwater.protocol.frames import StepFrame
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.router.decisions import DecisionLog, DecisionRecord
 from headwater.router.disagg import DisaggSettings
-from headwater.router.queue import AdmissionQueue, Outcome, Placed, QueueLimits
+from headwater.router.queue import AdmissionQueue, QueueLimits
 from headwater.router.router import Router
+from headwater.router.ticket import Outcome, Placed
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,10 @@ from headwater.frontend.stream import Stream
 from headwater.frontend.submission import Submission
 from headwater.protocol.frames import Submit
 from headwater.protocol.request import EngineRequest
-from headwater.router.queue import AHEAD_PRIORITY, Placed
+from headwater.router.queue import AHEAD_PRIORITY
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
+from headwater.router.ticket import Placed
 from headwater.router.worker import WorkerView
 
 _MAX_SUBMIT_BYTES = 8 * 1024 * 1024

@@ -16,8 +16,9 @@ from headwater.planner.objective import Objective
 from headwater.router.affinity import SessionAffinity
 from headwater.router.disagg import DisaggSettings
 from headwater.router.policy import PolicySettings
-from headwater.router.queue import PriorityClass, QueueLimits
+from headwater.router.queue import QueueLimits
 from headwater.router.router import Router
+from headwater.router.ticket import PriorityClass
 from headwater.router.view import ClusterView
 
 _BYTES_PER_MS = 1e6

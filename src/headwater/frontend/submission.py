@@ -7,8 +7,8 @@ from headwater.frontend.hints import RoutingHints
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.request import EngineRequest
 from headwater.router.decisions import DecisionRecord
-from headwater.router.queue import Ticket
 from headwater.router.request import RouteRequest
+from headwater.router.ticket import Ticket
 from headwater.types import TOKEN_ID_BYTES
 
 

@@ -10,9 +10,10 @@ from headwater.protocol.cluster import Instance
 from headwater.protocol.events import WorkerEvent
 from headwater.protocol.request import EngineRequest, SamplingParams, SequenceOutput
 from headwater.router.policy import Policy
-from headwater.router.queue import AHEAD_PRIORITY, AdmissionQueue, Placed, QueueLimits, Ticket
+from headwater.router.queue import AHEAD_PRIORITY, AdmissionQueue, QueueLimits
 from headwater.router.request import RouteRequest
 from headwater.router.router import Router
+from headwater.router.ticket import Placed, Ticket
 from headwater.router.view import ClusterView
 from headwater.router.worker import Booking, time_class
 from headwater.scheduler.limits import SchedulerLimits

@@ -13,7 +13,7 @@ from headwater.protocol.cluster import Instance
 from headwater.protocol.events import WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.router.policy import Policy
-from headwater.router.queue import Placed
+from headwater.router.ticket import Placed
 from headwater.scheduler.limits import SchedulerLimits
 from headwater.scheduler.outside import BlocksExported, Export, FirstToken, KvNews, LoadEnded, LoadStarted
 from headwater.sim.cluster import News, SimCluster, SimConfig, SimTicket
