@@ -10,7 +10,7 @@ that was agreed on is not over, and this process has not been asleep (a prefill 
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 from headwater.engines.base import KvPort
@@ -18,8 +18,9 @@ from headwater.errors import HeadwaterError, ProtocolError, TransferTimeout, Wor
 from headwater.handoff.intake import Action, Arrived, CancelRead, Complete, FallBack, Intake, Read, Release, Stop
 from headwater.handoff.mover import Move, Mover, ReadOrder
 from headwater.handoff.order import prefill_order
-from headwater.handoff.patience import Paces, Patience, Progress, Prospects, patience
+from headwater.handoff.patience import Paces, Prospects, patience
 from headwater.handoff.peers import OpenLink, PrefillPeers
+from headwater.handoff.wait import OwnWork, Wait
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.frames import BlocksReady, PrefillWaits
 from headwater.protocol.request import EngineRequest, RemotePrefill, SequenceOutput
@@ -42,17 +43,11 @@ class _Handoff:
     where: RemotePrefill
     num_tokens: int
     """To be computed there."""
-    patience: Patience
-    """As the hand-off began."""
-    limit: Patience
-    """As it is now: time in line does not count."""
+    wait: Wait
+    """By the event loop's time."""
     first_block: int
     blocks: tuple[int, ...]
     intake: Intake
-    progress: Progress
-    asked: float
-    """By the event loop's time, like the next."""
-    heard: float
     card: bytes = b""
     ready: list[bytes] = field(default_factory=list[bytes])
     """What was announced and is not being read yet."""
@@ -74,8 +69,7 @@ class DecodeSide:
         self._paces = Paces()
         self._waiting: dict[int, EngineRequest] = {}
         """Not admitted yet."""
-        self._computing_until = 0.0
-        """When what was taken back from lines elsewhere is computed here."""
+        self._own_work = OwnWork()
         self._open: dict[int, _Handoff] = {}
         self._ticker: asyncio.TimerHandle | None = None
         self._ticked = 0.0
@@ -109,21 +103,18 @@ class DecodeSide:
             return
         now = self._loop.time()
         patient = patience(self._paces.expected_ms(request.prefill, num_tokens), num_tokens)
+        num_blocks = len(started.blocks)
         handoff = self._open[stream] = _Handoff(
             request=request,
             where=request.prefill,
             num_tokens=num_tokens,
-            patience=patient,
-            limit=patient,
+            wait=Wait(patient, num_blocks, now),
             first_block=started.first_block,
             blocks=started.blocks,
-            intake=Intake(started.first_block, started.first_block + len(started.blocks)),
-            progress=Progress(len(started.blocks)),
-            asked=now,
-            heard=now,
+            intake=Intake(started.first_block, started.first_block + num_blocks),
         )
         self._watch(now)
-        order = prefill_order(handoff.request, handoff.where, self._card, handoff.first_block, handoff.patience.hold_s)
+        order = prefill_order(handoff.request, handoff.where, self._card, handoff.first_block, patient.hold_s)
         self._peers.ask(handoff.where, order)
 
     def on_load_ended(self, ended: LoadEnded) -> None:
@@ -138,30 +129,25 @@ class DecodeSide:
 
     def on_waits(self, waits: PrefillWaits) -> None:
         handoff = self._open[waits.stream]
-        handoff.heard = now = self._loop.time()
+        now = self._loop.time()
+        handoff.wait.hear(now)
         prospects = self._prospects(handoff, now, waits.expected_ms / 1000)
-        if prospects.better_here:
-            self._computing_until = now + prospects.here_s
-            error = TransferTimeout(
-                f"{waits.num_ahead} are before it in {prospects.there_s:.1f} s of line, and here it takes "
-                f"{prospects.here_s:.1f} s"
-            )
+        error = self._own_work.taken_back(waits.num_ahead, prospects, now)
+        if error is not None:
             self._act(waits.stream, handoff, handoff.intake.failed(error))
         else:
-            handoff.limit = handoff.patience.in_line(now - handoff.asked, waits.silence_ms / 1000)
+            handoff.wait.in_line(waits.silence_ms / 1000, now)
 
     def on_ready(self, ready: BlocksReady) -> None:
         handoff = self._open[ready.stream]
-        handoff.heard = self._loop.time()
-        handoff.limit = replace(handoff.limit, stall_s=handoff.patience.stall_s)
+        handoff.wait.announced(ready.num_blocks, self._loop.time())
         handoff.card = ready.card or handoff.card
         handoff.ready.append(ready.blocks)
-        handoff.progress.announced(handoff.heard - handoff.asked, ready.num_blocks)
         self._act(ready.stream, handoff, handoff.intake.announced(ready.first_block, ready.num_blocks))
 
     def on_output(self, output: SequenceOutput) -> None:
         handoff = self._open[output.stream]
-        handoff.heard = self._loop.time()
+        handoff.wait.hear(self._loop.time())
         first = _first_token(output, self._card.vocab_size)
         if isinstance(first, HeadwaterError):
             self._act(output.stream, handoff, handoff.intake.failed(first))
@@ -201,7 +187,7 @@ class DecodeSide:
     def _read(self, stream: int, handoff: _Handoff, first_block: int, num_blocks: int) -> None:
         here = first_block - handoff.first_block
         remote, handoff.ready = handoff.ready, []
-        remaining_s = handoff.asked + handoff.limit.total_s - self._loop.time()
+        remaining_s = handoff.wait.left_s(self._loop.time())
         order = ReadOrder(handoff.card, remote, handoff.blocks[here : here + num_blocks], max(0.1, remaining_s))
 
         def moved(error: HeadwaterError | None) -> None:
@@ -216,7 +202,7 @@ class DecodeSide:
         if error is None and now - self._ticked > _ASLEEP_S:
             error = TransferTimeout("this worker was not running for a while, and what it read may be out of date")
         if error is None:
-            handoff.heard = now
+            handoff.wait.hear(now)
             self.blocks_moved += num_blocks
             self._act(stream, handoff, handoff.intake.read())
         else:
@@ -224,7 +210,7 @@ class DecodeSide:
 
     def _complete(self, stream: int, handoff: _Handoff, first: FirstToken) -> None:
         self.done += 1
-        took_ms = (self._loop.time() - handoff.asked) * 1000
+        took_ms = (self._loop.time() - handoff.wait.asked) * 1000
         self._paces.observe(handoff.where.worker_id, handoff.num_tokens, took_ms)
         self._port.prefilled(stream, first)
 
@@ -241,11 +227,9 @@ class DecodeSide:
         self._port.loaded(stream, num_blocks, cached=False)
 
     def _prospects(self, handoff: _Handoff, now: float, there_s: float) -> Prospects:
-        as_expected = now - handoff.asked + there_s <= handoff.patience.total_s
-        alone_s = handoff.where.here_ms / 1000
-        here_s = max(0.0, self._computing_until - now) + alone_s if alone_s > 0 else 0.0
         deadline = handoff.request.deadline
-        return Prospects(there_s, here_s, inf if deadline is None else deadline - time.time(), as_expected)
+        deadline_s = inf if deadline is None else deadline - time.time()
+        return self._own_work.prospects(handoff.wait, there_s, handoff.where.here_ms, now, deadline_s)
 
     # ---- time
 
@@ -265,15 +249,7 @@ class DecodeSide:
 
 
 def _overdue(handoff: _Handoff, now: float, asleep: bool) -> HeadwaterError | None:
-    if asleep:
-        return TransferTimeout("this worker was not running for a while")
-    if now - handoff.asked > handoff.limit.total_s:
-        return TransferTimeout(f"not done within {handoff.limit.total_s:.1f} s")
-    if handoff.progress.hopeless(handoff.limit):
-        return TransferTimeout(f"at its pace it would take {handoff.progress.ends_s():.1f} s")
-    if now - handoff.heard > handoff.limit.stall_s:
-        return TransferTimeout(f"nothing was heard for {handoff.limit.stall_s:.1f} s")
-    return None
+    return TransferTimeout("this worker was not running for a while") if asleep else handoff.wait.overdue(now)
 
 
 def _first_token(output: SequenceOutput, vocab_size: int) -> FirstToken | HeadwaterError:

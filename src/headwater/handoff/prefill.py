@@ -15,19 +15,16 @@ from headwater.engines.base import KvPort
 from headwater.errors import InvalidRequest
 from headwater.handoff.layout import check_layouts
 from headwater.handoff.mover import Mover
-from headwater.handoff.patience import MAX_HOLD_S, Pace
+from headwater.handoff.patience import MAX_HOLD_S
+from headwater.handoff.wait import Line
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.events import LoadReport
 from headwater.protocol.frames import BlocksReady, PrefillWaits
 from headwater.protocol.request import EngineRequest
-from headwater.scheduler.exchange import WORD_S
 from headwater.scheduler.outside import BlocksExported, ExportWaits
 
 GONE_S = 6.0
 """More than a live reader takes to notice that it was given up (`headwater.handoff.decode`)."""
-
-_FADING = 0.9
-_STEPS_BETWEEN_WORDS = 3
 
 SendToReader = Callable[[bytes, BlocksReady | PrefillWaits], None]
 """To a peer of the request plane."""
@@ -54,8 +51,7 @@ class PrefillSide:
         self._mover = mover
         self._card = card
         self._send = send
-        self._pace = Pace()
-        self._longest_step_ms = 0.0
+        self._line = Line()
         self._exports: dict[int, _Export] = {}
         self._by_peer: dict[bytes, dict[int, int]] = {}
         """Engine streams by the peer's own."""
@@ -98,20 +94,14 @@ class PrefillSide:
 
     def observe(self, report: LoadReport) -> None:
         """Step times: what a place in line means here."""
-        prefills = [timing for timing in report.timings if timing.num_prefill_tokens]
-        if prefills:
-            num_tokens = sum([timing.num_prefill_tokens for timing in prefills])
-            self._pace.observe(num_tokens, sum([timing.duration_ms for timing in prefills]))
-        steps_ms = [timing.duration_ms for timing in report.timings]
-        self._longest_step_ms = max(_FADING * self._longest_step_ms, *steps_ms, 0.0)
+        self._line.observe(report)
 
     def on_waiting(self, waits: ExportWaits) -> None:
         export = self._exports.get(waits.stream)
         if export is None or not export.hears_waits:
             return
-        expected_ms = self._pace.expected_ms(waits.tokens_ahead)
-        silence_ms = 2 * WORD_S * 1000 + _STEPS_BETWEEN_WORDS * self._longest_step_ms
-        self._send(export.peer, PrefillWaits(export.stream, waits.num_ahead, expected_ms, silence_ms))
+        expected_ms = self._line.expected_ms(waits.tokens_ahead)
+        self._send(export.peer, PrefillWaits(export.stream, waits.num_ahead, expected_ms, self._line.silence_ms))
 
     def on_exported(self, exported: BlocksExported) -> None:
         export = self._exports.get(exported.stream)
