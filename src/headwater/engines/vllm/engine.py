@@ -219,7 +219,7 @@ class VllmEngine(ExternalEngine):
         except HeadwaterError:
             raise
         except (VLLMClientError, ValueError, TypeError) as error:
-            raise InvalidRequest(f"vLLM: {error}") from error
+            raise InvalidRequest(f"vLLM: {error}", param=getattr(error, "parameter", None)) from error
         except Exception as error:
             raise InternalError(f"vLLM could not make sense of this request: {error!r}") from error
 
@@ -252,7 +252,8 @@ class VllmEngine(ExternalEngine):
             return None
         number = self._adapters.get(name)
         if number is None:
-            raise InvalidRequest(f"there is no adapter {name!r}: {', '.join(self._adapters) or 'none is loaded'}")
+            known = ", ".join(self._adapters) or "none is loaded"
+            raise InvalidRequest(f"there is no adapter {name!r}: {known}", param="model")
         return LoRARequest(name, number, self._adapter_paths[name])
 
     async def _send_all(self) -> None:
