@@ -14,6 +14,7 @@ from headwater.compat.sglang import command as sglang
 from headwater.compat.trtllm import command as trtllm
 from headwater.compat.vllm import command as vllm
 from headwater.compat.vllm.command import translate
+from headwater.compat.vllm.engine_flags import ENGINE_FLAGS
 from headwater.errors import ConfigError
 from vllm_page import NAMES, page
 
@@ -26,7 +27,11 @@ def test_the_page_of_names_is_current() -> None:
 
 def test_every_flag_of_vllms_server_has_an_answer_and_every_answer_a_flag() -> None:
     assert set(vllm.TABLE.flags) - set(NAMES["flags"]) == set()
-    assert [flag for flag in NAMES["server_flags"] if vllm.TABLE.verdict_of(flag)[0] == "passed"] == []
+    of_the_engine = {flag for flag in NAMES["flags"] if vllm.TABLE.verdict_of(flag)[0] == "passed"}
+    assert of_the_engine.isdisjoint(NAMES["server_flags"])
+    assert of_the_engine == {flag for flag in ENGINE_FLAGS if flag.startswith("--")}, "no more and no less"
+    unknown = {flag for flag in NAMES["flags"] if vllm.TABLE.verdict_of(flag)[0] == "unknown"}
+    assert unknown == {"--model", "--help"}, "which is the line's own, and which serves nothing"
 
 
 @pytest.mark.parametrize("command", [vllm, sglang, trtllm])
@@ -86,6 +91,24 @@ def test_what_has_no_equivalent_is_said(capsys: pytest.CaptureFixture[str]) -> N
     }
     assert main(["compat", "check", "--", "vllm", "serve", "M", "--enable-prefix-caching"]) == 0
     assert "headwater serve M --engine vllm --enable-prefix-caching" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("slip", ["--enforce-eagr", "--max-model-length 8", "-x", "--no-such.member 1"])
+def test_a_flag_that_vllm_does_not_have_is_unknown(slip: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compat", "check", "--json", "--", "vllm", "serve", "M", *slip.split()]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert (document["complete"], document["flags"][0]["verdict"]) == (False, "unknown")
+    assert document["command"].endswith(slip), "another release may have it"
+    assert main(["compat", "check", "--", "vllm", "serve", "M", *slip.split()]) == 1
+    assert "unknown" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flag", ["--enforce_eager", "--no-enable-chunked-prefill", "-dp 2", "-O3", "-O 3", "--compilation-config.mode 3"]
+)
+def test_flags_of_vllms_engine_are_known_in_all_their_spellings(flag: str) -> None:
+    (found,) = translate(["vllm", "serve", "M", *flag.split()]).flags
+    assert found.verdict == "passed"
 
 
 def test_a_line_may_be_quoted_as_a_whole(capsys: pytest.CaptureFixture[str]) -> None:

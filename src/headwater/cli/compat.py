@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 when every flag has an equivalent, 1 when some have none."""
+    """Exit code 0 when every flag has an equivalent, 1 when some have none, or none that is known."""
     found = _translated(args.words)
     if args.json:
         _print_json(found)

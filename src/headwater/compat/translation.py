@@ -7,7 +7,7 @@ from typing import Literal
 
 from headwater.errors import ConfigError
 
-Verdict = Literal["same", "renamed", "passed", "always", "none"]
+Verdict = Literal["same", "renamed", "passed", "always", "none", "unknown"]
 
 VERDICTS: dict[Verdict, str] = {
     "same": "the same flag",
@@ -15,6 +15,7 @@ VERDICTS: dict[Verdict, str] = {
     "passed": "passed on to the engine",
     "always": "not needed: always so, or found out",
     "none": "no equivalent",
+    "unknown": "unknown: passed on, and refused by the engine if it does not know it either",
 }
 
 
@@ -43,7 +44,8 @@ class TranslatedCommand:
 
     @property
     def complete(self) -> bool:
-        return all(flag.verdict != "none" for flag in self.flags)
+        """Whether every flag has an equivalent, as far as is known."""
+        return all(flag.verdict not in ("none", "unknown") for flag in self.flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class FlagTable:
     """To how it is so anyway."""
     none: Mapping[str, str]
     """To what to do instead."""
+    is_engines: Callable[[str], bool] = lambda _flag: True
+    """Whether a flag that is in none of these is one of the engine's."""
 
     @property
     def flags(self) -> list[str]:
@@ -71,7 +75,9 @@ class FlagTable:
             return "renamed", self.renamed[flag]
         if flag in self.always:
             return "always", self.always[flag]
-        return ("none", self.none[flag]) if flag in self.none else ("passed", "")
+        if flag in self.none:
+            return "none", self.none[flag]
+        return ("passed", "") if self.is_engines(flag) else ("unknown", "")
 
     def translation(self, group: list[str]) -> Translation:
         """Of a flag and its values."""
@@ -80,7 +86,7 @@ class FlagTable:
         match verdict:
             case "renamed":
                 return Translation(group, verdict, [note, *group[1:]])
-            case "same" | "passed":
+            case "same" | "passed" | "unknown":
                 return Translation(group, verdict, [flag, *group[1:]])
             case _:
                 return Translation(group, verdict, [], note)

@@ -1,7 +1,8 @@
 """A command line of `vllm serve`, and the `headwater serve` line that stands for it. Needs no vLLM.
 
-Flags of vLLM's engine are passed on as they are, and vLLM's own parser judges them when the worker starts. Flags of
-vLLM's HTTP server are ours to answer: each has a flag of ours, or is done anyway, or has no equivalent, which is said.
+Flags of vLLM's engine are passed on as they are, and vLLM's own parser judges them when the worker starts. So are those
+that are of neither, which is said: a slip, or a release other than the one this was written for. Flags of vLLM's HTTP
+server are ours to answer: each has a flag of ours, or is done anyway, or has no equivalent, which is said.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from headwater.compat.translation import (
     split_values,
     translated_command,
 )
+from headwater.compat.vllm.engine_flags import is_engine_flag
 from headwater.config.words import flag_groups
 from headwater.errors import ConfigError
 
@@ -95,7 +97,7 @@ _LISTS = ("--api-key", "--served-model-name")
 _DTYPES = {"half": "float16", "float": "float32"}
 
 
-TABLE = FlagTable((*_SAME, *_OURS_TOO), _RENAMED, _ALWAYS, _NONE)
+TABLE = FlagTable((*_SAME, *_OURS_TOO), _RENAMED, _ALWAYS, _NONE, is_engine_flag)
 
 
 def translate(words: Sequence[str]) -> TranslatedCommand:
