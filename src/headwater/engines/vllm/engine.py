@@ -47,7 +47,7 @@ from headwater.engines.vllm.describe import engine_info
 from headwater.engines.vllm.guard import Guard
 from headwater.engines.vllm.outputs import sequence_output
 from headwater.engines.vllm.port import StagingPort
-from headwater.engines.vllm.sampling import vllm_sampling
+from headwater.engines.vllm.sampling import refusal, vllm_sampling
 from headwater.engines.vllm.staging import Staging
 from headwater.errors import ConfigError, EngineFailed, HeadwaterError, InternalError, InvalidRequest
 from headwater.kv.connectors.vllm_naming import request_params
@@ -219,7 +219,7 @@ class VllmEngine(ExternalEngine):
         except HeadwaterError:
             raise
         except (VLLMClientError, ValueError, TypeError) as error:
-            raise InvalidRequest(f"vLLM: {error}", param=getattr(error, "parameter", None)) from error
+            raise refusal(error) from error
         except Exception as error:
             raise InternalError(f"vLLM could not make sense of this request: {error!r}") from error
 

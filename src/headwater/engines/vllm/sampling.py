@@ -45,7 +45,13 @@ def vllm_sampling(
             extra_args={"kv_transfer_params": kv_params} if kv_params is not None else None,
         )
     except (VLLMClientError, ValueError) as error:
-        raise InvalidRequest(f"vLLM: {error}", param=getattr(error, "parameter", None)) from error
+        raise refusal(error) from error
+
+
+def refusal(error: Exception) -> InvalidRequest:
+    """In vLLM's words, by the field that it names, if it does."""
+    param: str | None = getattr(error, "parameter", None)
+    return InvalidRequest(f"vLLM: {error if param is None else error.args[0]}", param=param)
 
 
 def _structured(spec: StructuredSpec | None) -> StructuredOutputsParams | None:
