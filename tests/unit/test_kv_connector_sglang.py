@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine_doubles import ExtraInfo, HiCacheController, HiCacheStorage, HiCacheStorageConfig, HostPool, install
+from headwater.errors import ConfigError
 from headwater.kv.block import ROOT
 from kv_process import store_process, store_socket
 
@@ -121,6 +122,13 @@ def test_pages_of_another_kind_are_not_found(socket: Path, make: Any, other: dic
     assert one.backup(keys, indices) == 4
     assert two.query(keys) == 0
     assert make(socket).query(keys) == 4
+
+
+def test_models_that_keep_more_than_pages_are_refused_as_the_engine_starts(socket: Path, make: Any) -> None:
+    storage = make(socket).storage
+    assert storage.registered_pools.keys() == {"kv"}
+    with pytest.raises(ConfigError, match="mamba"):
+        HiCacheController(storage, HostPool(), pools=("kv", "mamba"))
 
 
 def test_ranks_of_a_model_with_equal_caches_share(socket: Path, make: Any) -> None:
