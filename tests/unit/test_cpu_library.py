@@ -40,9 +40,12 @@ def test_a_prebuilt_library_needs_no_compiler(built: Path, tmp_path: Path, no_co
 
 def test_compiled_once_into_the_cache_folder(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwater.engines.native.cpu.library.build_library", lambda target: shutil.copy(built, target))
+    killed = tmp_path / "cache" / "kernels" / ".build-left"
+    killed.mkdir(parents=True)
     load_library(tmp_path / "no-package", tmp_path / "cache")
     cached = tmp_path / "cache" / "kernels" / build.library_name()
     assert cached.is_file()
+    assert not killed.exists()
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setattr("headwater.engines.native.cpu.library.build_library", build.build_library)
     load_library(tmp_path / "no-package", tmp_path / "cache")

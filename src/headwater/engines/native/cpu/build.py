@@ -15,6 +15,7 @@ from pathlib import Path
 SOURCE_FOLDER = Path(__file__).parent / "csrc"
 COMPILERS = ("g++", "c++", "clang++")
 COMPILE_TIMEOUT_S = 300.0
+BUILD_PREFIX = ".build-"
 
 _FLAGS = [
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno"),
@@ -48,7 +49,7 @@ def build_library(target: Path) -> None:
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler on PATH (looked for {', '.join(COMPILERS)})")
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=BUILD_PREFIX) as folder:
         objects = [Path(folder, f"{name}.o") for name in ("dispatch", *_variants())]
         commands = [[compiler, *_FLAGS, "-c", str(SOURCE_FOLDER / "dispatch.cpp"), "-o", str(objects[0])]]
         for (variant, flags), output in zip(_variants().items(), objects[1:], strict=True):

@@ -8,10 +8,11 @@ import ctypes
 import fcntl
 import logging
 import os
+import shutil
 import stat
 from pathlib import Path
 
-from headwater.engines.native.cpu.build import BuildError, build_library, library_name
+from headwater.engines.native.cpu.build import BUILD_PREFIX, BuildError, build_library, library_name
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ def _build(target: Path) -> ctypes.CDLL:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if target.is_file() and (library := _open(target)):
                 return library
+            for left in target.parent.glob(f"{BUILD_PREFIX}*"):  # by one that was killed
+                shutil.rmtree(left, ignore_errors=True)
             logger.info("compiling the CPU kernels into %s", target.parent)
             build_library(target)
             if library := _open(target):
