@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import sys
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ import torch
 from engine_doubles import ExtraInfo, HiCacheController, HiCacheStorage, HiCacheStorageConfig, HostPool, install
 from headwater.errors import ConfigError
 from headwater.kv.block import ROOT
+from headwater.kv.connectors.names import NameLog
+from headwater.kv.connectors.naming import Naming
+from headwater.kv.identity import chain_block_ids
+from headwater.kv.shards import part_ids
 from kv_process import store_process, store_socket
 
 
@@ -122,6 +127,30 @@ def test_pages_of_another_kind_are_not_found(socket: Path, make: Any, other: dic
     assert one.backup(keys, indices) == 4
     assert two.query(keys) == 0
     assert make(socket).query(keys) == 4
+
+
+@pytest.mark.parametrize(("rank", "size", "mla"), [(0, 1, False), (0, 2, False), (1, 2, False), (1, 2, True)])
+def test_named_pages_are_chained_by_their_names(
+    socket: Path, make: Any, tmp_path: Path, rank: int, size: int, mla: bool
+) -> None:
+    log, naming = NameLog(tmp_path / "names"), Naming("ab" * 32, "print", "acme")
+    config = {"tp_rank": rank, "tp_size": size, "is_mla_model": mla, "extra": {"names": str(tmp_path / "names")}}
+    storage, keys = make(socket, **config).storage, keys_of("named", 9)
+    ids = chain_block_ids(naming.key(), array("I", range(9 * 16)).tobytes(), 16)
+    assert storage._chain(keys, None) is None, "nobody has named them"
+    log.tell(naming, list(map(bytes.fromhex, keys[:7])), ids[: 7 * 16])
+    layout = f"sglang.torch.bfloat16.page_first.16.of{1 if mla else size}"
+    part = 0 if mla else rank
+    expected = part_ids(ids, layout, part)
+    chain = storage._chain(keys, None)
+    assert (chain.ids, chain.first, chain.parent) == (expected[: 7 * 16], 0, ROOT), "as far as they are named"
+    own = chain.family
+    assert (own.model, own.tenant, own.layout) == ("print", "acme", layout)
+    assert (own.parts, own.beside) == (1 if mla else size, part > 0)
+    end = storage._chain(keys[5:7], ExtraInfo(keys[:5]))
+    assert (end.ids, end.first, end.parent) == (expected[5 * 16 : 7 * 16], 5, expected[4 * 16 : 5 * 16])
+    assert storage._chain(keys[8:], ExtraInfo(keys[:8])) is None, "nor is what follows on what is not named"
+    log.close()
 
 
 def test_models_that_keep_more_than_pages_are_refused_as_the_engine_starts(socket: Path, make: Any) -> None:

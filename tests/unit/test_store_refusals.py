@@ -38,6 +38,7 @@ def test_sglang_is_told_where_the_store_is() -> None:
     assert found.server.hicache_storage_backend == "dynamic"
     said = json.loads(found.server.hicache_storage_backend_extra_config)
     assert (said["socket"], said["names"], said["interface_v1"]) == (str(SOCKET), "/run/x/names", 1)
+    assert said["hicache_storage_pass_prefix_keys"] is True
     assert (said["module_path"], said["class_name"]) == (sglang_naming.MODULE, "HeadwaterStorage")
     alone = sglang(store=None)
     assert not alone.store
