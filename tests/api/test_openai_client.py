@@ -194,9 +194,25 @@ def test_guided_output(client: OpenAI) -> None:
     assert re.fullmatch("[0-9]{3}-[0-9]{2}", matched)
 
 
-def test_nonsense_grammars_are_the_clients_fault(client: OpenAI) -> None:
-    error = ask_for_error(client, openai.BadRequestError, extra_body={"guided_regex": "(["})
-    assert error["message"]
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"guided_regex": "x(["}, "guided_regex", "unclosed character class, at character 3"),
+        ({"structured_outputs": {"regex": "x(["}}, "structured_outputs.regex", "unclosed character class"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}},
+            "response_format.json_schema.schema",
+            "the $ref at # leads only to itself",
+        ),
+    ],
+)
+def test_nonsense_grammars_are_the_clients_fault(
+    client: OpenAI, fields: dict[str, object], param: str, message: str
+) -> None:
+    error = ask_for_error(client, openai.BadRequestError, extra_body=fields)
+    assert error["param"] == param
+    assert error["message"].startswith(param)
+    assert message in error["message"]
 
 
 def test_extensions(client: OpenAI) -> None:

@@ -120,7 +120,7 @@ def test_structured_output_end_to_end(config: EngineConfig, tiny_model: "Callabl
     spec = StructuredSpec("json_schema", json.dumps(schema))
     wanted = {"max_tokens": 90, "temperature": 1.0, "structured": spec}
     requests = [request(n, [5 + n, 6], seed=n, ignore_eos=n % 2 == 0, **wanted) for n in range(6)]
-    bad = request(6, [5], structured=StructuredSpec("json_schema", '{"type": "nothing"}'))
+    bad = request(6, [5], structured=StructuredSpec("json_schema", '{"type": "nothing"}', "guided_json"))
     _, listener, _ = serve(config, [*requests, bad])
     tokenizer = Tokenizer.from_str(tiny_model("llama").resolved.tokenizer_json.decode())
     last = {output.stream: output for output in listener.outputs}
@@ -133,7 +133,7 @@ def test_structured_output_end_to_end(config: EngineConfig, tiny_model: "Callabl
         assert last[n].stop_token_id == 2
     error = last[6].error
     assert error is not None
-    assert (error.http_status, error.param) == (400, "response_format.json_schema")
+    assert (error.http_status, error.param) == (400, "guided_json")
     assert "nothing" in error.message
 
 
