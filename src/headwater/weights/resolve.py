@@ -2,6 +2,7 @@
 
     None                       the demo model
     an existing path           a folder (config.json, safetensors, tokenizer.json) or a GGUF file
+    the demo model's name      the demo model
     a catalogue name           a hub id
     org/name[/file.gguf][@rev] fetched from the hub
     anything else              refused, with the nearest names
@@ -53,15 +54,21 @@ def resolve(
     options = _Options(tokenizer, chat_template, progress, cache or default_cache_folder(), offline)
     progress(Progress("resolve", detail=model or DEMO_NAME))
     if model is None:
-        file = demo_gguf(options.cache, progress, offline=offline)
-        return replace(_from_gguf(file, options), name=DEMO_NAME, origin=f"package {PACKAGE} {VERSION}")
+        return _demo(options)
     path = Path(model).expanduser()
     if path.exists():
         return _from_path(path, options)
+    if model.lower() == DEMO_NAME:
+        return _demo(options)
     if model.startswith(_PATH_PREFIXES):
         raise ModelError(f"there is no file or folder {model}{_meant(model, _neighbours(path))}")
     hub_id = _hub_id(model, revision)
     return _from_hub(hub_id, options)
+
+
+def _demo(options: _Options) -> ResolvedModel:
+    file = demo_gguf(options.cache, options.progress, offline=options.offline)
+    return replace(_from_gguf(file, options), name=DEMO_NAME, origin=f"package {PACKAGE} {VERSION}")
 
 
 def _hub_id(model: str, revision: str | None) -> hub.HubId:
