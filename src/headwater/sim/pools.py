@@ -9,16 +9,17 @@ leaps over steps while a prompt is on its way to it, so that pools take more tim
 from collections.abc import Callable, Sequence
 
 from headwater.frontend.prefills import Prefills
+from headwater.handoff.wait import Line, OwnWork
 from headwater.protocol.cluster import Instance
-from headwater.protocol.events import WorkerEvent
+from headwater.protocol.events import LoadReport, WorkerEvent
 from headwater.protocol.request import EngineRequest, SequenceOutput
 from headwater.router.policy import Policy
 from headwater.router.ticket import Placed
 from headwater.scheduler.limits import SchedulerLimits
-from headwater.scheduler.outside import BlocksExported, Export, FirstToken, KvNews, LoadEnded, LoadStarted
+from headwater.scheduler.outside import BlocksExported, Export, ExportWaits, FirstToken, KvNews, LoadEnded, LoadStarted
 from headwater.sim.cluster import News, SimCluster, SimConfig, SimTicket
 from headwater.sim.describe import instance
-from headwater.sim.handoffs import PATIENCE_S, Handoffs, HandoffTotals, PoolConfig, Side
+from headwater.sim.handoffs import Handoffs, HandoffTotals, PoolConfig, Side, longest_s
 from headwater.sim.tiers import SimStore
 from headwater.sim.timing import StepTimes
 from headwater.sim.worker import SimWorker
@@ -34,6 +35,8 @@ class PooledWorker(SimWorker):
         super().__init__(f"w{number:04}", limits, times, store)
         self.number = number
         self.inbound_free_at = self.outbound_free_at = 0.0
+        self.line = Line()
+        self.own_work = OwnWork()
         self._handoffs = handoffs
         self._exchanges = True
         self._exported: set[int] = set()
@@ -48,7 +51,7 @@ class PooledWorker(SimWorker):
         export: Export | None = None,
     ) -> None:
         if request.prefill is not None:
-            load_s = PATIENCE_S
+            load_s = longest_s(request, request.prefill)
         super().submit(request, answer_ids, now, load_s=load_s, export=export)
 
     # -- done by hand-offs
@@ -56,6 +59,10 @@ class PooledWorker(SimWorker):
     def export(self, request: EngineRequest, export: Export, now: float) -> None:
         self._exported.add(request.stream)
         self.submit(request, b"", now, export=export)
+
+    def tell_waiting(self, now: float) -> None:
+        self._scheduler.exchange.tell_waiting(now)
+        self._follow(now)
 
     def release(self, stream: int) -> None:
         self._exported.discard(stream)
@@ -78,6 +85,11 @@ class PooledWorker(SimWorker):
     def finish(self, now: float) -> tuple[list[SequenceOutput], list[WorkerEvent]]:
         outputs, events = super().finish(now)
         return self._own(outputs, now), events
+
+    def report(self) -> LoadReport:
+        report = super().report()
+        self.line.observe(report)
+        return report
 
     def take_early(self, now: float) -> tuple[list[SequenceOutput], list[WorkerEvent]]:
         """What there is to tell before the step under way has ended."""
@@ -106,7 +118,10 @@ class PooledWorker(SimWorker):
                     self._scheduler.exchange.loaded(stream, news.first_block)
                     return True
             case LoadEnded(stream=stream) if stream not in self._chains:
-                self._handoffs.on_load_ended(stream, now)
+                if not self._handoffs.on_load_ended(stream, now):
+                    self._scheduler.exchange.stopped(stream)
+            case ExportWaits():
+                self._handoffs.on_waits(news, self.line, now)
             case _:
                 return super()._heed(news, now)
         return False
