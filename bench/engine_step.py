@@ -25,7 +25,7 @@ from headwater.clock import RealClock
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import ALONE, Progress
 from headwater.engines.core import EngineCore
-from headwater.engines.engine import _limits
+from headwater.engines.limits import limits_of
 from headwater.engines.native.engine import build_engine
 from headwater.protocol.request import EngineRequest, SamplingParams
 from headwater.scheduler.scheduler import Scheduler
@@ -75,7 +75,7 @@ def open_core(stopwatch: Stopwatch) -> tuple[EngineCore, list[int]]:
     assert isinstance(tokenizer_json, bytes)
     text = (Path(__file__).parents[1] / "LICENSE").read_text()
     tokens = Tokenizer.from_str(tokenizer_json.decode()).encode(text).ids
-    scheduler = Scheduler(_limits(CONFIG, built))
+    scheduler = Scheduler(limits_of(CONFIG, built.info))
     executor: Any = built.executor
     stopwatch.wrap(scheduler, "schedule", "scheduler")
     stopwatch.wrap(scheduler, "commit", "scheduler")
