@@ -84,7 +84,8 @@ class Session:
                 self.reports[kinds] = LinkReport(self.peer.name, self.peer.generation, *kinds, backend.name, reason)
                 return backend, self.links[backend.name]
             skipped.append(f"not {backend.name}: {why}")
-        raise LinkUnavailable(f"nothing moves {kinds[0]} <-> {kinds[1]} of {self.peer.name}; " + "; ".join(skipped))
+        why = "; ".join(skipped or [f"{backend.name} cannot, on this host" for backend in backends] or ["no back-end"])
+        raise LinkUnavailable(f"nothing moves {kinds[0]} <-> {kinds[1]} of {self.peer.name}: {why}")
 
     def kind(self, region: int, stop: Stop) -> RegionKind:
         """What a region of the peer is: from its card, else by asking."""
