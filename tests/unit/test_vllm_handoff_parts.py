@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from engine_doubles import install
-from headwater.engines.external import OpenStream, Totals
+from headwater.engines.external import OpenStream
 from headwater.engines.kv_conformance import Outsider
+from headwater.engines.load_reports import Totals
 from headwater.engines.vllm import staging
 from headwater.engines.vllm.port import StagingPort
 from headwater.engines.vllm.staging import Staging

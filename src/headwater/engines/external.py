@@ -16,12 +16,11 @@ from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from headwater.clock import Clock, RealClock
 from headwater.config.schema import EngineConfig
 from headwater.engines.base import EngineInfo, EngineListener, KvPort, ProgressSink
 from headwater.engines.limits import limits_of
+from headwater.engines.load_reports import LoadReports, Totals
 from headwater.errors import (
     DeadlineExceeded,
     Draining,
@@ -41,11 +40,6 @@ from headwater.types import Role
 
 _log = logging.getLogger(__name__)
 
-REPORT_INTERVAL_S = 0.02
-"""Least time between two load reports of a busy engine."""
-HEARTBEAT_S = 1.0
-_MAX_TIMINGS = 64
-
 
 @dataclass(slots=True)
 class OpenStream:
@@ -58,17 +52,6 @@ class OpenStream:
     """By the clock's `now`."""
     timer: asyncio.TimerHandle | None = None
     num_generated: int = 0
-
-
-@dataclass(slots=True)
-class Totals:
-    """Since start."""
-
-    steps: int = 0
-    preemptions: int = 0
-    cached_tokens: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
 
 
 class ExternalEngine(ABC):
@@ -92,9 +75,7 @@ class ExternalEngine(ABC):
         self._refusing: HeadwaterError | None = InternalError("the engine is not started")
         self._pausing: HeadwaterError | None = None
         self._resident = ResidentBlocks()
-        self._timings: list[StepTiming] = []
-        self._next_report = 0.0
-        self._report_timer: asyncio.TimerHandle | None = None
+        self._reports = LoadReports(self.clock, self.load, self._tell_load)
         self._tasks: set[asyncio.Task[None]] = set()
         self._drained = asyncio.Event()
         self._draining = False
@@ -133,7 +114,7 @@ class ExternalEngine(ABC):
         self._limits = limits_of(self.config, _with_room_to_prefill(info))
         if not self._closed:
             self._refusing = None
-            self._arm_heartbeat()
+            self._reports.begin()
         return info
 
     def submit(self, requests: Sequence[EngineRequest]) -> None:
@@ -175,8 +156,7 @@ class ExternalEngine(ABC):
         self._closed = True
         error = Draining("this worker was closed")
         self._refusing = error
-        if self._report_timer is not None:
-            self._report_timer.cancel()
+        self._reports.close()
         streams = list(self.open)
         self._end_all(error)
         if streams:
@@ -290,8 +270,7 @@ class ExternalEngine(ABC):
 
     def time_step(self, timing: StepTiming) -> None:
         self.totals.steps += 1
-        self._timings.append(timing)
-        del self._timings[:-_MAX_TIMINGS]
+        self._reports.note_step(timing)
 
     def fail(self, error: HeadwaterError) -> None:
         """The engine is dead."""
@@ -328,11 +307,8 @@ class ExternalEngine(ABC):
 
     def note_changed(self) -> None:
         """Load may have changed: report soon."""
-        if self._closed or self._listener is None or self._info is None:
-            return
-        now = self.clock.now()
-        if now >= self._next_report or not self.open:
-            self._report()
+        if not self._closed and self._listener is not None and self._info is not None:
+            self._reports.note_changed(idle=not self.open)
 
     # ---- inner life
 
@@ -410,24 +386,15 @@ class ExternalEngine(ABC):
         if self._draining and not self.open:
             self._drained.set()
 
-    def _report(self) -> None:
-        self._next_report = self.clock.now() + REPORT_INTERVAL_S
-        timings, self._timings = self._timings, []
+    def _tell_load(self, report: LoadReport) -> None:
         if self._listener is not None:
-            self._listener.on_events([msgspec.structs.replace(self.load(), timings=timings)])
+            self._listener.on_events([report])
 
     def _task_done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a task of the engine failed", exc_info=error)
             self.fail(EngineFailed(f"{type(error).__name__}: {error}"))
-
-    def _arm_heartbeat(self) -> None:
-        self._report_timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
-
-    def _beat(self) -> None:
-        self._report()
-        self._arm_heartbeat()
 
 
 def _with_room_to_prefill(info: EngineInfo) -> EngineInfo:

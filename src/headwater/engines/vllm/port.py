@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headwater.engines.base import KvLoader, KvMemory, KvReader, KvWatcher
-from headwater.engines.external import OpenStream, Totals
+from headwater.engines.external import OpenStream
+from headwater.engines.load_reports import Totals
 from headwater.engines.vllm.staging import Staging
 from headwater.errors import HeadwaterError, InvalidRequest, Overloaded, WorkerLost
 from headwater.kv.connectors.vllm_staging import Ended, Exported, ExportParams, LoadParams
