@@ -22,6 +22,16 @@ def check_engine(loaded: LoadedConfig) -> None:
         raise _conflict(
             loaded, "engine", "attach", "--engine attached, or nothing; --attach-as says which kind of server it is"
         )
+    num_keys, num_servers = len(engine.attach_api_key), len(engine.attach)
+    if num_servers and num_keys > 1 and num_keys != num_servers:
+        raise ConfigError(
+            f"--attach-api-key says {num_keys} keys for {num_servers} servers", hint="one for all, or one for each"
+        )
+    if num_servers and len(engine.attach_kv_events) not in (0, num_servers):
+        raise ConfigError(
+            f"--attach-kv-events says {len(engine.attach_kv_events)} places for {num_servers} servers",
+            hint="one for each, in their order",
+        )
 
 
 def check_worker(loaded: LoadedConfig) -> None:

@@ -26,6 +26,8 @@ def graph(*flags: str) -> None:
         (["--prefill", "1", "--decode", "2", *TWO], "--prefill 1 --decode 2 are 3 workers"),
         (["--role", "both", "--prefill", "1", "--decode", "1"], "--role both does not go with --prefill 1 --decode 1"),
         (["--num-kv-blocks", "9", "--kv-cache-memory", "1GiB"], "--num-kv-blocks 9 does not go with --kv-cache-memory"),
+        ([*TWO, "--attach-api-key", "a,b,c"], "--attach-api-key says 3 keys for 2 servers"),
+        ([*TWO, "--attach-kv-events", "tcp://a:1"], "--attach-kv-events says 1 places for 2 servers"),
         (["--engine", "native", *TWO], "--engine native does not go with --attach"),
         (["--engine", "sglang", "--page-size", "16", "--block-size", "32"], "--block-size 32 and --page-size, which"),
         (["--engine", "vllm", "-tp", "2", "--tensor-parallel-size", "4"], "--tensor-parallel-size 4 and -tp, which"),
@@ -43,7 +45,8 @@ def test_of_two_flags_none_wins_silently(flags: list[str], says: str) -> None:
     "flags",
     [
         ["--workers", "2", "--prefill", "1", "--decode", "1"],
-        ["--workers", "2", *TWO, "--engine", "attached"],
+        ["--workers", "2", *TWO, "--engine", "attached", "--attach-api-key", "one"],
+        [*TWO, "--attach-api-key", "a,b", "--attach-kv-events", "tcp://a:1,tcp://b:1"],
         ["--role", "adaptive", "--prefill", "1", "--decode", "1"],
         ["--role", "decode", "--prefill", "1", *TWO],
         ["--num-kv-blocks", "9", "--kv-cache-memory", "none"],
