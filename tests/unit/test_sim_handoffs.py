@@ -10,6 +10,7 @@ from headwater.bench.traces import TraceRow
 from headwater.router.disagg import DisaggSettings, Mode
 from headwater.router.policies import BUILTIN, RoundRobin
 from headwater.router.policy import Policy
+from headwater.router.view import time_class
 from headwater.scheduler.plan import StepPlan
 from headwater.sim.cluster import PATIENT_QUEUE, SimConfig
 from headwater.sim.conditions import Conditions
@@ -19,7 +20,7 @@ from headwater.sim.pools import PooledCluster, make_cluster
 from headwater.sim.records import SimRecord, SimResult
 from headwater.sim.report import mode_of, summarise
 from headwater.sim.tiers import TierConfig, TierSpec
-from headwater.sim.timing import DynamoPolynomial, StepTimes
+from headwater.sim.timing import Belief, DynamoPolynomial, StepTimes
 from headwater.sim.workload import SimRequest, from_trace
 
 MIX = Mix("small", 60, 4.0, 3, 700, 3, 100, 30, 2.0, document_tokens=300)
@@ -128,6 +129,39 @@ def test_links_are_shared() -> None:
     slow = KvLink(BLOCK_MS.bytes_per_s / 100, 0.0)
     assert ttft_ms(serve(rows, pools(1, 2, link=slow))) == [640 + 1000, 640 + 2000]
     assert ttft_ms(serve(rows, pools(2, 2, link=slow))) == [640 + 1000, 640 + 1000]
+
+
+def test_what_does_not_come_is_computed_where_it_decodes() -> None:
+    """Computed in a second and never read: after 2.3 s without a word it is given up, and the link is free again."""
+    never = KvLink(64 * TOKEN_BYTES / 1000, 0.0)
+    known = Conditions(belief=Belief())
+    rows = trace((0.0, 1000, 2, ()), (60.0, 1000, 2, ()))
+    result = serve(rows, pools(1, 1, link=never), conditions=known)
+    first, second = ttft_ms(result)
+    assert 3200 < first - 1000 < 3600
+    assert second == pytest.approx(first), "its read waited for nobody else's"
+    assert (result.handoffs.done, result.handoffs.fell_back, moved_blocks(result)) == (0, 2, 0)
+    assert result.prefill_tokens == [2000, 2000]
+    assert [(record.prefiller, record.cached_tokens) for record in result.records] == [(-1, 0), (-1, 0)]
+
+
+def test_a_line_that_nobody_expected_is_left() -> None:
+    """The router believes that the prefill worker is four times as fast as it is, and knows of no line there."""
+
+    class Slow:
+        def duration_ms(self, plan: StepPlan, used_share: float) -> float:
+            return 4 * Plain().duration_ms(plan, used_share)
+
+    rows = trace(*[(0.001 * n, 1000, 1, ()) for n in range(6)])
+    config = SimConfig(2, pools=pools(1, 1), conditions=Conditions(belief=Belief()), max_num_batched_tokens=640)
+    cluster = PooledCluster(config, [Slow(), Plain()], RoundRobin())
+    cluster.view.set_costs(time_class(cluster.view.workers[0].instance), Belief().model(Plain(), 1_000_000, 640), 640)
+    result = cluster.run(rows)
+    cluster.check()
+    assert_all_served(result, rows)
+    assert result.handoffs.done >= 1
+    assert result.handoffs.fell_back >= 3
+    assert result.duration_s < 16, "24 s of work, were all of it computed there"
 
 
 INDIFFERENT = [name for name in BUILTIN if name not in ("delay", "sglang_cache_aware")]
