@@ -12,11 +12,10 @@ from headwater.runtime.cluster_keys import KEY_BYTES, with_key
 from headwater.runtime.endpoints import (
     IpcEndpoints,
     TcpEndpoints,
-    default_run_folder,
-    ensure_private,
     parse_bind,
     unlink_ipc,
 )
+from headwater.runtime.private_folder import default_run_folder, ensure_private
 
 
 @pytest.fixture

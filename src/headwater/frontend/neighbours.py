@@ -16,7 +16,8 @@ from pathlib import Path
 import httptools
 
 from headwater.frontend.http.base import HttpRequest, Responder
-from headwater.runtime.endpoints import ensure_private, is_settled, remove_dead_sockets
+from headwater.runtime.endpoints import is_settled, remove_dead_sockets
+from headwater.runtime.private_folder import ensure_private
 
 logger = logging.getLogger(__name__)
 

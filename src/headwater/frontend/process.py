@@ -47,9 +47,9 @@ from headwater.frontend.routing import build_router, dispatch_limits, planning_s
 from headwater.frontend.tenants.admission import TenantAdmission, usage_of
 from headwater.frontend.tenants.tenancy import Tenancy, check_public
 from headwater.router.router import Router
-from headwater.runtime.endpoints import default_run_folder
 from headwater.runtime.loopback import is_loopback
 from headwater.runtime.planes import Planes, open_planes
+from headwater.runtime.private_folder import default_run_folder
 from headwater.runtime.registry.base import Registry
 from headwater.runtime.registry.open import open_registry
 

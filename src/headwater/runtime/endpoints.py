@@ -10,36 +10,16 @@ import os
 import secrets
 import socket
 import stat
-import tempfile
 import time
 from pathlib import Path
 
 from headwater.errors import ConfigError
 from headwater.runtime.cluster_keys import split_key
+from headwater.runtime.private_folder import default_run_folder, ensure_private
 
 _MAX_UNIX_PATH = 100
 """Unix socket paths end at 107 bytes; the rest is for the suffix of the name."""
 _STALE_AFTER_S = 10.0
-
-
-def default_run_folder() -> Path:
-    """This user's folder for sockets."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(base) / f"headwater-{os.geteuid()}"
-
-
-def ensure_private(folder: Path) -> None:
-    """Make the folder, or check that it is a real one, ours and closed to others. Parents that are missing are made
-    closed to others as well."""
-    for made in (*reversed([parent for parent in folder.parents if not parent.exists()]), folder):
-        made.mkdir(mode=0o700, exist_ok=True)
-    found = os.lstat(folder)
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
-        raise ConfigError(
-            f"folder {folder} has owner {found.st_uid} and mode {mode:04o}",
-            hint=f"it must be a folder of user {os.geteuid()} and closed to others: chmod 700 {folder}",
-        )
 
 
 class IpcEndpoints:

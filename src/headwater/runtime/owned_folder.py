@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from headwater.runtime.endpoints import default_run_folder, ensure_private
+from headwater.runtime.private_folder import default_run_folder, ensure_private
 
 _LOCK = "lock"
 _SETTLED_AFTER_S = 60.0

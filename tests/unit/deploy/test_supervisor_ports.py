@@ -6,7 +6,7 @@ import pytest
 from headwater.deploy.clusters import ClusterRecord, cluster_folder, running_clusters
 from headwater.deploy.ports import base_url, connectable, reserved_port
 from headwater.errors import ConfigError
-from headwater.runtime.endpoints import default_run_folder
+from headwater.runtime.private_folder import default_run_folder
 
 
 def listener(port: int = 0, *, share: bool) -> socket.socket:

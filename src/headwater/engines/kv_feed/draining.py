@@ -20,7 +20,7 @@ from headwater.engines.kv_feed.following import Telling
 from headwater.engines.kv_feed.translate import FeedTranslator
 from headwater.errors import HeadwaterError
 from headwater.protocol.events import WorkerEvent
-from headwater.runtime.endpoints import default_run_folder, ensure_private
+from headwater.runtime.private_folder import default_run_folder, ensure_private
 
 _log = logging.getLogger(__name__)
 
