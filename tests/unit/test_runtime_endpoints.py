@@ -48,6 +48,13 @@ def test_a_folder_open_to_others_is_refused(folder: Path, mode: int) -> None:
         IpcEndpoints(folder).new("x")
 
 
+def test_a_place_where_no_folder_can_be_made_is_named(folder: Path) -> None:
+    folder.write_text("a file")
+    with pytest.raises(ConfigError, match=r"run/inner cannot be made: Not a directory") as caught:
+        IpcEndpoints(folder / "inner").new("x")
+    assert "XDG_RUNTIME_DIR" in (caught.value.hint or "")
+
+
 def test_a_link_to_a_folder_is_refused(folder: Path) -> None:
     real = folder.with_name("real")
     real.mkdir(mode=0o700)

@@ -17,8 +17,14 @@ def default_run_folder() -> Path:
 def ensure_private(folder: Path) -> None:
     """Make the folder, or check that it is a real one, ours and closed to others. Parents that are missing are made
     closed to others as well."""
-    for made in (*reversed([parent for parent in folder.parents if not parent.exists()]), folder):
-        made.mkdir(mode=0o700, exist_ok=True)
+    try:
+        for made in (*reversed([parent for parent in folder.parents if not parent.exists()]), folder):
+            made.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"folder {folder} cannot be made: {error.strerror or error}",
+            hint="sockets and locks lie below XDG_RUNTIME_DIR, else TMPDIR: one of them has to name a folder of yours",
+        ) from error
     found = os.lstat(folder)
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
