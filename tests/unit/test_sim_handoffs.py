@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.bench.traces import TraceRow
+from headwater.errors import ConfigError
 from headwater.router.disagg import DisaggSettings, Mode
 from headwater.router.policies import BUILTIN, RoundRobin
 from headwater.router.policy import Policy
@@ -283,6 +284,11 @@ def test_a_report_of_pools() -> None:
     assert (busy["prefill"] + 3 * busy["decode"]) / 4 == pytest.approx(report.utilisation)
     alone = summarise(serve(requests, None), trace="t", policy="p", mode="x1", ceiling=0.5)
     assert (alone.pools, alone.remote_rate, alone.moved_bytes, alone.pool_utilisation) == ("", 0.0, 0, {})
+
+
+def test_pools_are_all_workers() -> None:
+    with pytest.raises(ConfigError, match="4 workers in pools of 1P\\+2D"):
+        make_cluster(SimConfig(4, pools=pools(1, 2)), [Plain()] * 4, RoundRobin())
 
 
 def test_prefill_workers_serve_alone_until_a_decode_worker_joins() -> None:

@@ -181,7 +181,8 @@ class LeapingScheduler(Scheduler):
         for entry in planned:
             if entry.state is State.DECODING:
                 self._counted.join(entry)
-        self._join()
+        if self._joining:
+            self._join()
         self._meter.note_step(plan, result.duration_ms)
         return outputs
 
@@ -244,11 +245,10 @@ class LeapingScheduler(Scheduler):
         return [entry for entry in self._roster.decoding if entry not in self._joining]
 
     def _join(self) -> None:
-        if self._joining:
-            for entry in self._joining:
-                if entry.state is State.DECODING:
-                    self._counted.join(entry)
-            self._joining = []
+        for entry in self._joining:
+            if entry.state is State.DECODING:
+                self._counted.join(entry)
+        self._joining = []
 
     def _commit_eventful(self, outputs: list[SequenceOutput]) -> None:
         for entry in self._eventful:

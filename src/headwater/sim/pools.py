@@ -8,6 +8,7 @@ leaps over steps while a prompt is on its way to it, so that pools take more tim
 
 from collections.abc import Callable, Sequence
 
+from headwater.errors import ConfigError
 from headwater.frontend.prefills import Prefills
 from headwater.handoff.wait import Line, OwnWork
 from headwater.protocol.cluster import Instance
@@ -131,7 +132,9 @@ class PooledCluster(SimCluster):
     """One run of a configuration with pools."""
 
     def __init__(self, config: SimConfig, times: Sequence[StepTimes], policy: Policy) -> None:
-        assert config.pools is not None
+        """Raises `ConfigError` when the pools are not all workers."""
+        if config.pools is None or config.pools.num_prefill + config.pools.num_decode != config.num_workers:
+            raise ConfigError(f"{config.num_workers} workers in pools of {config.pools}")
         self._pools: PoolConfig = config.pools
         card = instance("", config.limits(), "both", self._pools.kv_bytes_per_token).card
         self._handoffs = Handoffs(self._pools, card, self)
