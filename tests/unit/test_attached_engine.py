@@ -14,7 +14,7 @@ from headwater.engines.attached import engine as attached
 from headwater.engines.attached.dialects.trtllm import TrtllmDialect
 from headwater.engines.attached.dialects.vllm import VllmDialect, VllmReader
 from headwater.engines.attached.engine import AttachedEngine
-from headwater.engines.attached.http import ServerAddress, error_for
+from headwater.engines.attached.http import ServerAddress, Unreachable, error_for
 from headwater.engines.attached.prometheus import sums
 from headwater.engines.attached.sse import EventSplitter
 from headwater.engines.base import Progress
@@ -137,6 +137,28 @@ def test_a_server_that_says_nothing_is_away_before_what_it_does_is_given_up(
             assert not bench.engine.paused, "what it does may yet come to an end"
             stage.double.goes_on.set()
             await eventually(lambda: bench.recorder.loads[-1].away == "", "it is back", 12.0)
+
+    play(scenario)
+
+
+def test_a_look_that_a_dying_server_still_answers_does_not_bring_it_back(
+    play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached, "_PROBE_S", 0.02)
+
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached() as bench:
+            engine = bench.engine
+            assert isinstance(engine, AttachedEngine)
+            stage.double.goes_on = asyncio.Event()
+            asked = stage.double.metrics_asked
+            await eventually(lambda: stage.double.metrics_asked > asked, "it is looked at")
+            monkeypatch.setattr(attached, "_PROBE_S", 60.0)
+            engine._lose(Unreachable("nobody listens"))
+            stage.double.goes_on.set()
+            looked = len(bench.recorder.loads)
+            await eventually(lambda: len(bench.recorder.loads) > looked + 1, "the look has ended")
+            assert bench.recorder.loads[-1].away, "as long as requests are refused"
 
     play(scenario)
 

@@ -290,7 +290,9 @@ class AttachedEngine(PacedEngine):
                         await dialect.is_healthy(server)
                     else:
                         self.totals.preemptions = said.preemptions
-                self._heard, self._away = self.clock.now(), ""
+                self._heard = self.clock.now()
+                if not self.paused:  # a request may have met it away while it still answered this look
+                    self._away = ""
             except HeadwaterError as error:
                 self._on_trouble(error)
             self.note_changed()
