@@ -94,6 +94,7 @@ class PooledWorker(SimWorker):
 
     def take_early(self, now: float) -> tuple[list[SequenceOutput], list[WorkerEvent]]:
         """What there is to tell before the step under way has ended."""
+        self._forget_ended()
         return self._own(self._scheduler.take_outputs(), now), [*self._scheduler.drain_events()]
 
     def check(self) -> None:

@@ -177,14 +177,17 @@ class SimWorker:
                 self.busy_ms += running.duration_ms
                 self.num_steps += 1
                 outputs = self._scheduler.commit(running.plan, StepResult([], None, running.duration_ms), now)
-                for ended in self._scheduler.take_ended():
-                    self._chains.pop(ended.stream, None)
+                self._forget_ended()
                 self._follow(now)
                 events: list[WorkerEvent] = [*self._scheduler.drain_events(), *self._tier_events]
                 self._tier_events.clear()
                 return outputs, events
             case None:
                 return [], []
+
+    def _forget_ended(self) -> None:
+        for ended in self._scheduler.take_ended():
+            self._chains.pop(ended.stream, None)
 
     def report(self) -> LoadReport:
         report = self._scheduler.report()
