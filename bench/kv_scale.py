@@ -46,7 +46,7 @@ def metadata(num_blocks: int) -> None:
     before = resident_bytes()
     table = BlockTable(memoryview(bytearray(num_blocks * RECORD_BYTES)), memoryview(bytearray(index_bytes(num_blocks))))
     shares = Shares()
-    space_bytes = num_blocks * 4096 + (64 << 20)
+    space_bytes = num_blocks * 4096 + (256 << 20)  # only whole chunks are used: one more
     space = Space(space_bytes, chunk_bytes_for(space_bytes))
     policy = make_policy("lru", num_blocks, shares.num_groups, lambda slot: 1.0)
     ledger = Ledger("disk", table, space, policy, shares, Rules())
