@@ -6,7 +6,7 @@
 2. When traffic or the correction has changed, or after a while, every plan is tried by fast simulation on
    samples of the recent traffic, over at least twice the life of a request.
 3. The plan in force stays unless another gains more than the hysteresis, twice in a row on samples of their own, and
-   does not lose on the mixture of the last minutes (unless the plan in force fails now).
+   does not lose more than that on the mixture of the last minutes (unless the plan in force fails now).
 4. A plan is left by single requests (loose) only if that promises more than 2 %.
 
 Too little traffic, or times that no correction explains: the plan in force stays, which at first is all-aggregated.
@@ -64,11 +64,12 @@ class PlannerSettings:
     time_hysteresis: float = 0.08
     tie: float = 0.005
     loose_gain: float = 0.02
-    mixture_loss: float = 0.02
+    loss: float = 0.02
+    """That a gain may cost in one sample, or on the mixture, by chance."""
     dwell_ms: float = 15_000.0
     """That a plan holds at least, unless it fails."""
-    failing: float = 0.5
-    """The plan in force fails when it attains less than this part of the best."""
+    failing: float = 0.25
+    """The plan in force fails when another secures so many more of the requests."""
     changed: float = 0.1
     """Traffic that differs by more is other traffic."""
     corrected: float = 0.05
@@ -202,12 +203,13 @@ class Planner:
         best = best_of(means(each), settings.objective, settings.tie)
         best = self._loose(pool, best, each, samples)
         scores = means(each)
-        if best == self.plan or not self._gains(each[self.plan], each[best]):
+        if best == self.plan or not gains(settings, each[self.plan], each[best]):
             return self._decision(self.plan, "no other plan gains enough", scores, seen)
-        failing = scores[self.plan].secured < settings.failing * scores[best].secured
+        gain = scores[best].secured - scores[self.plan].secured
+        failing = gain > settings.failing
         if not failing and now_ms - self._held[-1].since_ms < settings.dwell_ms:
             return self._decision(self.plan, "roles have only just changed", scores, seen)
-        if not failing and self._loses_on_mixture(now_ms, pool, best):
+        if not failing and self._loses_on_mixture(now_ms, pool, best, gain):
             return self._decision(self.plan, "the best plan for now loses on the last minutes", scores, seen)
         if not failing and best != wanted:
             self._wanted = best
@@ -216,20 +218,6 @@ class Planner:
 
     def _decision(self, plan: RolePlan, reason: str, scores: dict[RolePlan, Score], seen: Summary) -> Decision:
         return Decision(plan, plan != self.plan, reason, scores, self.correction, seen)
-
-    def _gains(self, current: Sequence[Score], other: Sequence[Score]) -> bool:
-        """Enough in the mean, and something in every sample."""
-        settings = self.settings
-        mean, new = Score.mean(current), Score.mean(other)
-        pairs = list(zip(current, other, strict=True))
-        if settings.objective.given:
-            if new.secured > mean.secured + settings.hysteresis:
-                return all(after.secured > before.secured for before, after in pairs)
-            if new.secured < mean.secured - settings.tie or new.attained < mean.attained - settings.tie:
-                return False
-        if new.e2e_ms >= mean.e2e_ms * (1 - settings.time_hysteresis):
-            return False
-        return all(after.e2e_ms < before.e2e_ms for before, after in pairs)
 
     def _loose(
         self,
@@ -251,7 +239,8 @@ class Planner:
             return loose if left.secured > kept.secured + gain else strict
         return loose if left.e2e_ms < kept.e2e_ms * (1 - gain) else strict
 
-    def _loses_on_mixture(self, now_ms: float, pool: Sequence[WorkerModel], best: RolePlan) -> bool:
+    def _loses_on_mixture(self, now_ms: float, pool: Sequence[WorkerModel], best: RolePlan, gain: float) -> bool:
+        """More than it gains now."""
         settings = self.settings
         mixture = self.traffic.since(now_ms - settings.mixture_ms)
         seconds = (now_ms - mixture[0].at_ms) / 1000
@@ -261,8 +250,8 @@ class Planner:
         scores = means(evaluate_each(pool, [self.plan, best], samples, settings.objective))
         current, other = scores[self.plan], scores[best]
         if settings.objective.given:
-            return other.secured < current.secured - settings.mixture_loss
-        return other.e2e_ms > current.e2e_ms * (1 + settings.mixture_loss)
+            return other.secured < current.secured - max(settings.loss, gain)
+        return other.e2e_ms > current.e2e_ms * (1 + settings.loss)
 
     def _samples(self, served: Sequence[Served], requests_per_s: float, pool: Sequence[WorkerModel]) -> list[Sample]:
         settings = self.settings
@@ -283,6 +272,25 @@ class Planner:
         if len(jobs) >= settings.min_jobs and self.share >= _WHOLE:
             samples.append(Sample(shifted(jobs[-settings.max_jobs :]), expected))
         return samples
+
+
+def gains(settings: PlannerSettings, current: Sequence[Score], other: Sequence[Score]) -> bool:
+    """Whether another plan is better enough to change roles for it: in the mean, and in no sample worse.
+
+    Of samples in which all plans fail, or none does, neither speaks against a change.
+    """
+    mean, new = Score.mean(current), Score.mean(other)
+    pairs = list(zip(current, other, strict=True))
+    if settings.objective.given:
+        if new.attained < mean.attained - settings.tie:
+            return False
+        if new.secured > mean.secured + settings.hysteresis:
+            return all(after.secured >= before.secured - settings.loss for before, after in pairs)
+        if new.secured < mean.secured - settings.tie:
+            return False
+    if new.e2e_ms >= mean.e2e_ms * (1 - settings.time_hysteresis):
+        return False
+    return all(after.e2e_ms < before.e2e_ms for before, after in pairs)
 
 
 def _pace(pool: Sequence[WorkerModel]) -> tuple[float, ...]:

@@ -7,7 +7,8 @@ router would know of these workers, with two additions: a worker that is full co
 prompts are computed elsewhere is priced as if this one were there already.
 
 A remote prefill: the decode worker reserves room for the whole sequence before the request is sent to the prefill
-worker; that one keeps its blocks until the transfer ends. What finds no room waits at the decode worker in order.
+worker; that one keeps its blocks until the transfer ends. What finds no room waits at the decode worker in order. One
+that was a prefill worker before reserves nothing until it has handed over what it was sent then.
 
 Left out: prefix blocks by name (a request says how many of its tokens are cached), preemption (the room reserved is
 what the sequence will need), cost of the CPU between steps. Times are in ms from the start.
@@ -159,18 +160,14 @@ class FastCluster:
             self._enqueue(prefiller, item, now)
             return
         decoder.expected += 1
-        prefiller.for_others += 1
-        if decoder.pending or decoder.free < item.room or decoder.num_decoding + decoder.expected > decoder.most:
-            decoder.pending.append(item)
-            decoder.pending_room += item.room
-        else:
-            decoder.free -= item.room
-            self._enqueue(prefiller, item, now)
+        decoder.pending.append(item)
+        decoder.pending_room += item.room
+        self._reserve(decoder, now)
 
     def _place(self, item: Item) -> tuple[Worker, Worker]:
         """Who prefills and who decodes: as the router does it, the decode worker first."""
         decoder, occupied = self._best_decoder(item)
-        if not self._prefillers or decoder.for_others:
+        if not self._prefillers:
             return decoder, decoder
         prices = [
             price_elsewhere(worker.occupancy(), item.left, item.cached, worker.model.transfer_token_ms * item.prompt)
@@ -185,8 +182,7 @@ class FastCluster:
 
     def _best_decoder(self, item: Item) -> tuple[Worker, Occupancy]:
         """By the router's price: of a worker that has its prompts computed elsewhere, as if this one were there."""
-        # After a change of roles all who may decode may still prefill for others.
-        workers = [worker for worker in self._decoders if not worker.for_others] or self._decoders
+        workers = self._decoders
         occupied = [worker.occupancy() for worker in workers]
         crowd = sorted([one.num_prefilling + one.num_decoding for one in occupied])[(len(workers) - 1) // 2]
         placement = Placement(item.prompt, 1, self._expected_output, 0.0, crowd)
@@ -325,6 +321,8 @@ class FastCluster:
         self._first[item.number] = now
         if prefiller.waiting:
             self._wake(prefiller, now)
+        if prefiller.pending:
+            self._reserve(prefiller, now)
         if item.output > 1:
             decoder.joining.append(item)
             self._wake(decoder, now)
@@ -358,12 +356,23 @@ class FastCluster:
             self.submit(replace(job, at_ms=now))
 
     def _reserve(self, worker: Worker, now: float) -> None:
-        """Room for those who wait for it, in order."""
-        pending = worker.pending
-        while pending and worker.free >= pending[0].room:
+        """Room for those who wait for it, in order; then they are sent to their prefill workers.
+
+        No circle: who still has prompts of others to compute reserves nothing that is computed elsewhere. One that
+        decodes waits until it has handed them over, one that prefills now computes for itself what it was given before.
+        """
+        pending, prefills = worker.pending, worker in self._prefillers
+        while pending and worker.free >= pending[0].room and (prefills or not worker.for_others):
             if worker.num_decoding + worker.expected - len(pending) >= worker.most:
                 return
             item = pending.popleft()
             worker.pending_room -= item.room
-            worker.free -= item.room
+            if worker.for_others or item.prefiller not in self._prefillers:
+                worker.expected -= 1
+                worker.kv_tokens += item.left
+                item.prefiller = worker
+                self.outcomes.remote[item.number] = False
+            else:
+                worker.free -= item.room
+                item.prefiller.for_others += 1
             self._enqueue(item.prefiller, item, now)

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from headwater.perf.curve import StepCurve
-from headwater.planner.decide import Planner, PlannerSettings
+from headwater.planner.decide import Planner, PlannerSettings, gains
 from headwater.planner.evaluate import Sample, evaluate
 from headwater.planner.feedback import Correction, Held, corrected
-from headwater.planner.objective import Objective, score
+from headwater.planner.objective import Objective, Score, score
 from headwater.planner.plan import RolePlan, aggregated
 from headwater.planner.pool import WorkerModel
 from headwater.planner.traffic import Draws, Served, Traffic, resample, same
@@ -131,6 +131,18 @@ def test_a_plan_is_left_only_for_a_promise_of_more_than_two_percent() -> None:
             if decision.changed and decision.plan.loose:
                 strict = decision.scores[RolePlan(decision.plan.roles)]
                 assert decision.scores[decision.plan].secured > strict.secured + SETTINGS.loose_gain
+
+
+def test_a_gain_is_one_in_the_mean_and_no_loss_in_any_sample() -> None:
+    def scores(*secured: float, attained: float = 0.9) -> list[Score]:
+        return [Score(attained, share, 1000.0, 100.0, 10.0) for share in secured]
+
+    overloaded_in_one = scores(0.6, 0.0)
+    assert gains(SETTINGS, overloaded_in_one, scores(0.9, 0.0))
+    assert gains(SETTINGS, scores(0.6, 0.99), scores(0.9, 0.98))
+    assert not gains(SETTINGS, scores(0.6, 0.9), scores(0.9, 0.8))
+    assert not gains(SETTINGS, scores(0.6, 0.6), scores(0.62, 0.62))
+    assert not gains(SETTINGS, scores(0.6, 0.6), scores(0.7, 0.7, attained=0.85))
 
 
 def test_workers_with_a_role_of_their_own_keep_it() -> None:
