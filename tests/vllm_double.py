@@ -61,6 +61,8 @@ class VllmDouble:
         self.port = 0
         self.status: int | None = None
         """Answer generations with this instead."""
+        self.location: str | None = None
+        """Send generations there."""
         self.metrics_status: int | None = None
         self.metrics_asked = 0
         self.goes_on: asyncio.Event | None = None
@@ -245,6 +247,8 @@ class VllmDouble:
     # ---- generation
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if self.location is not None:
+            raise web.HTTPTemporaryRedirect(self.location)
         if self.status is not None:
             return _json({"error": {"message": "no room", "type": "x", "code": self.status}}, self.status)
         raw = await request.read()
@@ -303,6 +307,8 @@ class VllmDouble:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         """Says the same to all, in pieces of three tokens."""
+        if self.location is not None:
+            raise web.HTTPTemporaryRedirect(self.location)
         if self.status is not None:
             return _json({"error": {"message": "no room", "type": "x", "code": self.status}}, self.status)
         body = await request.json()

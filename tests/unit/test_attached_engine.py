@@ -79,6 +79,33 @@ def test_a_server_that_no_longer_takes_our_key_is_no_dead_worker(
     play(scenario)
 
 
+@pytest.mark.parametrize("attach_as", ["auto", "openai"])
+def test_prompts_do_not_follow_a_redirect(play: Callable[[Scenario], None], attach_as: str) -> None:
+    async def scenario(stage: Stage) -> None:
+        elsewhere: list[bytes] = []
+
+        async def collect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            elsewhere.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.close()
+
+        other = await asyncio.start_server(collect, "127.0.0.1", 0)
+        place = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}/"
+        async with other, stage.attached(attach_as=attach_as) as bench:
+            stage.double.location = place
+            request = bench.request(prompt_of(8))
+            if attach_as == "openai":
+                body = msgspec.json.encode({"model": MODEL, "messages": []})
+                request.relay = RelayedRequest("/v1/chat/completions", body)
+            bench.engine.submit([request])
+            await eventually(lambda: bench.recorder.ended(1), "it is answered")
+            error = bench.recorder.error(1)
+            assert (error.code, error.retryable) == ("unavailable", True)
+            assert error.message == f"the attached server sends us to {place}"
+        assert elsewhere == []
+
+    play(scenario)
+
+
 def test_a_full_server_is_overloaded_and_another_may_be_asked(play: Callable[[Scenario], None]) -> None:
     async def scenario(stage: Stage) -> None:
         async with stage.attached() as bench:

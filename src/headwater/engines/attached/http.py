@@ -88,11 +88,13 @@ class Server:
     async def stream(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer that is still coming; leaving early closes the connection, by which servers know to stop.
 
-        A status other than 200 is the caller's to judge.
+        A status other than 200 is the caller's to judge; so prompts go nowhere but to the address that was named.
         """
         sent = {"content-type": "application/json", **headers}
         with _translated(self.address.url):
-            async with self._session.post(f"{self.address.url}{path}", data=body, headers=sent) as response:
+            async with self._session.post(
+                f"{self.address.url}{path}", data=body, headers=sent, allow_redirects=False
+            ) as response:
                 yield response
 
     async def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float = ASK_TIMEOUT_S) -> bytes:
@@ -100,7 +102,12 @@ class Server:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         with _translated(self.address.url):
             async with self._session.request(
-                method, f"{self.address.url}{path}", data=body, headers=headers, timeout=timeout
+                method,
+                f"{self.address.url}{path}",
+                data=body,
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=method == "GET",
             ) as response:
                 data = await response.content.read(_MAX_DOCUMENT_BYTES)
                 while not response.content.at_eof() and len(data) < _MAX_DOCUMENT_BYTES:
@@ -136,6 +143,9 @@ def error_for(status: int, body: bytes, headers: Mapping[str, str]) -> Headwater
         return Overloaded(f"the attached server is full: {text}", retry_after_s=_retry_after_s(headers))
     if status in (401, 403):
         return EngineFailed(f"the attached server refuses us: {text}", hint="give its key with --attach-api-key")
+    if 300 <= status < 400:
+        where = headers.get("location", "nowhere")[:_MAX_MESSAGE_CHARS]
+        return EngineFailed(f"the attached server sends us to {where}", hint="name that address with --attach")
     if status == 404:
         return ModelNotFound(text)
     if status == 413:
@@ -147,8 +157,8 @@ def error_for(status: int, body: bytes, headers: Mapping[str, str]) -> Headwater
 
 
 def refusal_for(status: int, body: bytes, headers: Mapping[str, str]) -> HeadwaterError:
-    """The same, of a request. A key that is no longer taken is no death of the worker, which the request could be
-    blamed for: another server may take ours."""
+    """The same, of a request. A key that is no longer taken, or an address that no longer serves, is no death of the
+    worker, which the request could be blamed for: another server may take ours."""
     error = error_for(status, body, headers)
     return Unavailable(error.message, hint=error.hint) if isinstance(error, EngineFailed) else error
 
