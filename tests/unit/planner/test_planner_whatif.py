@@ -159,16 +159,15 @@ def test_roles_that_are_swapped_under_load_wait_for_no_circle() -> None:
 
 def test_what_waits_for_room_elsewhere_keeps_no_new_decode_worker_from_its_prefill_workers() -> None:
     """Nobody has sent these prompts to the former prefill worker, and with its new role nobody will."""
-    small = model(kv_tokens=2500)
-    cluster = FastCluster([model(), small, model()], RolePlan(("prefill", "decode", "prefill")), 1000)
-    for _ in range(6):
+    cluster = FastCluster([model(), model(kv_tokens=3500)], SPLIT, 1000)
+    for _ in range(4):
         cluster.submit(Job(0.0, 1000, 1000))
-    cluster.advance(4000.0)
-    cluster.set_plan(RolePlan(("decode", "prefill", "prefill")))
-    outcomes = cluster.run([Job(4000.0 + number, 1000, 10) for number in range(5)])
-    assert outcomes.finished == 11
-    assert all(outcomes.remote[6:])
-    assert max(outcomes.ttft_ms[6:]) < min(outcomes.ttft_ms[4:6])
+    cluster.advance(2000.0)
+    cluster.set_plan(RolePlan(("decode", "prefill")))
+    outcomes = cluster.run([Job(2000.0 + 500 * number, 1000, 10) for number in range(5)])
+    assert outcomes.finished == 9
+    assert outcomes.remote == [True] + [False] * 3 + [True] * 5
+    assert max(outcomes.ttft_ms[4:]) < min(outcomes.ttft_ms[1:4])
 
 
 def test_prefill_workers_never_hold_room_for_others() -> None:
