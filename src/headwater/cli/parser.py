@@ -5,6 +5,7 @@ whose name or words contain that. Arguments are shown in the short help unless `
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -31,6 +32,17 @@ def seconds(text: str) -> float:
         return parse_seconds(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected a time such as 30s or 5m, not {text!r}") from error
+
+
+def number(text: str) -> float:
+    """An argument type: a float that is finite."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"expected a number such as 2 or 0.5, not {text!r}")
+    return value
 
 
 def size(text: str) -> int:

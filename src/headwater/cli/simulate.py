@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from headwater.cli.parser import advanced, seconds
+from headwater.cli.parser import advanced, number, seconds
 from headwater.errors import ConfigError
 from headwater.frontend.policies import load_policy
 from headwater.perf.aiconfigurator import ENGINES, SYSTEMS, SiliconSteps
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--mix", action="append", default=[], metavar="NAME", help=f"synthetic: {', '.join(MIXES)}")
     load.add_argument("--scenario", choices=sorted(SCENARIOS), help="load, cluster and policies by one name")
     load.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
-    load.add_argument("--speed", type=float, action="append", default=[], metavar="X", help="arrivals X times faster")
+    load.add_argument("--speed", type=number, action="append", default=[], metavar="X", help="arrivals X times faster")
     load.add_argument("--closed", type=int, action="append", default=[], metavar="N", help="closed loop, N per worker")
     load.add_argument("--seed", type=int, default=0, help="of synthetic mixes")
     cluster = parser.add_argument_group("cluster")
@@ -87,15 +87,15 @@ def _add_pools(group: argparse._ArgumentGroup) -> None:
     long = "with threshold: tokens left to compute from which on a prompt goes"
     advanced(group.add_argument("--disagg-threshold", type=int, default=512, metavar="N", help=long))
     link = "speed of KV between workers; 0: in no time"
-    group.add_argument("--link-gb-per-s", type=float, default=25.0, metavar="X", help=link)
+    group.add_argument("--link-gb-per-s", type=number, default=25.0, metavar="X", help=link)
     late = "of every word and every read between workers (1ms)"
     group.add_argument("--link-latency", type=seconds, default=0.001, metavar="TIME", help=late)
     believed = "what the router believes of that speed, for its prices"
-    advanced(group.add_argument("--transfer-gb-per-s", type=float, default=10.0, metavar="X", help=believed))
+    advanced(group.add_argument("--transfer-gb-per-s", type=number, default=10.0, metavar="X", help=believed))
 
 
 def _add_conditions(group: argparse._ArgumentGroup) -> None:
-    def add(name: str, what: str, kind: Callable[[str], float | int] = float, default: float = 0.0) -> None:
+    def add(name: str, what: str, kind: Callable[[str], float | int] = number, default: float = 0.0) -> None:
         advanced(group.add_argument(name, type=kind, default=kind(str(default)) if kind is int else default, help=what))
 
     add("--event-delay", "the router learns of everything so late (50ms)", seconds)
@@ -225,7 +225,7 @@ def _pools(args: argparse.Namespace, prefill: int, decode: int) -> PoolConfig:
 
 
 def _configs(args: argparse.Namespace, workers: int, pools: PoolConfig | None) -> Iterator[SimConfig]:
-    _check_at_least_one(args, workers)
+    _check_counts(args, workers)
     config = SimConfig(
         num_workers=workers,
         block_size=args.block_size,
@@ -244,18 +244,22 @@ def _configs(args: argparse.Namespace, workers: int, pools: PoolConfig | None) -
         yield replace(config, in_flight_per_worker=in_flight)
 
 
-def _check_at_least_one(args: argparse.Namespace, workers: int) -> None:
-    given = [("--workers", workers), ("--jobs", args.jobs), ("--block-size", args.block_size)]
-    for flag, value in [*given, *[("--closed", in_flight) for in_flight in args.closed]]:
-        if value < 1:
+def _check_counts(args: argparse.Namespace, workers: int) -> None:
+    given = [("--workers", workers), ("--jobs", args.jobs), ("--block-size", args.block_size), ("--limit", args.limit)]
+    nodes = [("--num-kv-blocks", args.num_kv_blocks), ("--workers-per-node", args.workers_per_node)]
+    for flag, value in [*given, *nodes, *[("--closed", in_flight) for in_flight in args.closed]]:
+        if value is not None and value < 1:
             raise ConfigError(f"{flag} {value}: at least 1")
+    for flag, value in [("--late", args.late), ("--boasting", args.boasting)]:
+        if value < 0:
+            raise ConfigError(f"{flag} {value}: 0 or more")
     if args.late >= workers:
         raise ConfigError(f"--late {args.late}: of {workers} workers one must be there from the start")
 
 
 def _tiers(args: argparse.Namespace) -> TierConfig:
     block_bytes = round(_kv_bytes_per_token(args) * args.block_size)
-    return TierConfig(tuple(map(TierSpec.parse, args.kv_tier)), block_bytes, max(1, args.workers_per_node))
+    return TierConfig(tuple(map(TierSpec.parse, args.kv_tier)), block_bytes, args.workers_per_node)
 
 
 def _kv_bytes_per_token(args: argparse.Namespace) -> float:
@@ -266,6 +270,10 @@ def _kv_bytes_per_token(args: argparse.Namespace) -> float:
 
 
 def _conditions(args: argparse.Namespace) -> Conditions:
+    if not 0 <= args.speed_gap < 1 or not 0 <= args.reported_gap < 1:
+        raise ConfigError("--speed-gap and --reported-gap: from 0 to less than 1, a part by which steps are longer")
+    if min(args.prefill_error, args.decode_error) <= -1:
+        raise ConfigError("--prefill-error and --decode-error: more than -1, a part by which times are wrong")
     if (args.prefill_error or args.decode_error) and not args.known_times:
         raise ConfigError("--prefill-error and --decode-error need --known-times: a router that learns corrects itself")
     return Conditions(

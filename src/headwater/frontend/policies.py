@@ -25,7 +25,7 @@ def _plugin(name: str) -> type[Policy]:
     known = sorted({*BUILTIN, *plugins})
     near = difflib.get_close_matches(name, known, n=1)
     suggestion = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(f"--router-policy {name} is not known", hint=f"{suggestion}Known: {', '.join(known)}")
+    raise ConfigError(f"no routing policy is called {name!r}", hint=f"{suggestion}Known: {', '.join(known)}")
 
 
 def _load(point: EntryPoint) -> type[Policy]:
