@@ -70,6 +70,14 @@ def test_one_that_is_about_to_get_its_lock_stays(base: Path) -> None:
     assert (young.exists(), old.exists()) == (True, False)
 
 
+def test_several_may_clear_away_the_same_one(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes to it after another one has done so goes on."""
+    gone = run_folder() / "part-gone"
+    monkeypatch.setattr(Path, "glob", lambda _base, _pattern: iter([gone]))
+    OwnedFolder("part-").close()
+    assert not is_abandoned(gone)
+
+
 def test_a_place_that_others_can_use_is_refused(base: Path) -> None:
     base.mkdir()
     base.chmod(0o755)

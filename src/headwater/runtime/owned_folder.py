@@ -4,6 +4,7 @@ Each lies in this user's run folder, or in another that is closed to others, and
 locked. The kernel gives the lock back when the process, and whatever it forked, is gone.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -57,7 +58,7 @@ def is_abandoned(path: Path, lock: str = _LOCK) -> bool:
     try:
         fd = os.open(path / lock, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return _age_s(path) > _SETTLED_AFTER_S
+        return _is_old(path)
     except OSError:
         return False
     try:
@@ -69,7 +70,9 @@ def is_abandoned(path: Path, lock: str = _LOCK) -> bool:
     return True
 
 
-def _age_s(path: Path) -> float:
-    """By the file system's own clock, which is what stamped the folder."""
-    with tempfile.TemporaryFile(dir=path.parent) as now:
-        return os.fstat(now.fileno()).st_mtime - path.stat().st_mtime
+def _is_old(path: Path) -> bool:
+    """By the file system's own clock, which is what stamped the folder. What another process has just cleared away is
+    not."""
+    with tempfile.TemporaryFile(dir=path.parent) as now, contextlib.suppress(FileNotFoundError):
+        return os.fstat(now.fileno()).st_mtime - path.stat().st_mtime > _SETTLED_AFTER_S
+    return False
