@@ -64,6 +64,17 @@ def test_the_idle_prefill_worker_is_chosen() -> None:
     assert choose(view, decoder, 2000).chosen.worker_id == "w2"
 
 
+def test_idle_prefill_workers_take_turns_by_what_they_were_sent() -> None:
+    view, (decoder,) = cluster("decode", "prefill", "prefill", "prefill")
+    chosen: list[str] = []
+    for tokens in (2000, 500, 500, 500, 500):
+        worker = view.worker(choose(view, decoder, tokens).chosen.worker_id)
+        assert worker is not None
+        chosen.append(worker.worker_id)
+        view.release(view.book(worker, tokens, 1))
+    assert chosen == ["w1", "w2", "w3", "w2", "w3"]
+
+
 def test_what_is_left_after_the_cache_may_not_be_worth_a_hand_off() -> None:
     view, (decoder,) = cluster("decode", "prefill")
     request = RouteRequest(MODEL, 2000, 100, cached_tokens={"w0": 1990})

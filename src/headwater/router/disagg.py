@@ -2,7 +2,8 @@
 
 The decode worker is chosen first, as ever. Then every prefill worker is priced like a route: waiting and computing
 there, what of the hand-off is not hidden behind the computing, and the delay to those that wait there. Computing at
-the decode worker costs its own time and, for every sequence that decodes there, standing still meanwhile.
+the decode worker costs its own time and, for every sequence that decodes there, standing still meanwhile. Among equal
+prices the prefill worker that was sent least is taken, as in `headwater.router.delay`: so all caches of a pool fill.
 
     role of the decode worker     prefill workers there are      where
     both                          none                           there
@@ -113,7 +114,7 @@ def choose_prefill(
     if decoder.instance.role == "prefill":
         return PrefillChoice(here, False, "no worker decodes: a prefill worker does all of it")
     there = [_remote(settings, request, decoder, worker) for worker in prefillers]
-    best = min(there, key=lambda option: option.total_ms)
+    best, _ = min(zip(there, prefillers, strict=True), key=lambda pair: (pair[0].total_ms, pair[1].sent_tokens))
     if decoder.instance.paired:
         return PrefillChoice(best, True, "its engine computes no prompts", (here, *there))
     remote, reason = _decide(settings, request, decoder, here, best, loose)
