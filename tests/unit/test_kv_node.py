@@ -559,6 +559,23 @@ def test_a_place_that_was_given_to_another_block_meanwhile_is_noticed(tmp_path: 
     run_leak_checked(check())
 
 
+@pytest.mark.parametrize("wrong", [SIZE - 1, SIZE + 1, 2 * SIZE])
+def test_buffers_of_another_size_are_refused_and_harm_no_neighbour(tmp_path: Path, wrong: int) -> None:
+    async def check() -> None:
+        async with running(tmp_path) as node:
+            client = await node.client()
+            run = piece("a", 10)
+            assert await client.offer(run, payloads(run)) == 10
+            with pytest.raises(ValueError, match=r"does not fit|different structures"):
+                await client.offer(piece("b", 2), buffers(2, wrong))
+            with pytest.raises(ValueError, match=r"does not fit|different structures"):
+                await client.load(run, buffers(10, wrong), timeout_s=1.0)
+            assert client.num_damaged == 0
+            assert await load(client, run) == 10
+
+    run_leak_checked(check())
+
+
 def test_blocks_past_their_time_are_not_read_without_asking_either(tmp_path: Path) -> None:
     async def check() -> None:
         options = TierOptions(4 << 20, min_block_bytes=4096, rules=Rules(ttl_s=0.5))

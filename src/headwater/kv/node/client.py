@@ -306,8 +306,8 @@ class StoreClient:
     async def _copy_out(
         self, piece: Piece, offsets: Sequence[int], checksums: Sequence[int], into: Sequence[memoryview]
     ) -> int:
-        ids = split_block_ids(piece.ids)[: len(offsets)]
-        return await self._on_thread(partial(copy_out, self._link.memory(), ids, offsets, checksums, into))
+        ids, size = split_block_ids(piece.ids)[: len(offsets)], piece.family.payload_bytes
+        return await self._on_thread(partial(copy_out, self._link.memory(), size, ids, offsets, checksums, into))
 
     # Inside: storing
 
@@ -346,6 +346,7 @@ class StoreClient:
         work = partial(
             copy_in,
             self._link.memory(),
+            piece.family.payload_bytes,
             [ids[number] for number in numbers],
             [offsets[number] for number in numbers],
             [payloads[number] for number in numbers],

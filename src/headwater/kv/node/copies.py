@@ -16,24 +16,25 @@ def num_copiers() -> int:
 
 def copy_out(
     memory: memoryview,
+    size: int,
     ids: Sequence[bytes],
     offsets: Sequence[int],
     checksums: Sequence[int],
     into: Sequence[memoryview],
 ) -> int:
-    """How many blocks were whole, up to the first that was not."""
+    """How many blocks of this size were whole, up to the first that was not. Raises `ValueError` for other buffers."""
     for number, (block_id, offset, expected, view) in enumerate(zip(ids, offsets, checksums, into, strict=False)):
-        if copy_summed(view, memory[offset : offset + len(view)], block_id) != expected:
+        if copy_summed(view, memory[offset : offset + size], block_id) != expected:
             return number
     return len(offsets)
 
 
 def copy_in(
-    memory: memoryview, ids: Sequence[bytes], offsets: Sequence[int], payloads: Sequence[memoryview]
+    memory: memoryview, size: int, ids: Sequence[bytes], offsets: Sequence[int], payloads: Sequence[memoryview]
 ) -> list[int]:
-    """Their checksums."""
+    """The checksums of blocks of this size. Raises `ValueError` for another one: it has no place."""
     return [
-        copy_summed(memory[offset : offset + len(payload)], payload, block_id)
+        copy_summed(memory[offset : offset + size], payload, block_id)
         for block_id, offset, payload in zip(ids, offsets, payloads, strict=True)
     ]
 
