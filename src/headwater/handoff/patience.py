@@ -64,7 +64,7 @@ class Prospects:
     """If it were computed here; a price, so more if that holds others up."""
     deadline_s: float = inf
     as_expected: bool = False
-    """It comes no later than whoever chose that worker expected, and that one compared prices."""
+    """It comes no later than whoever chose that worker expected, and that one knew of the line."""
 
     @property
     def better_here(self) -> bool:
