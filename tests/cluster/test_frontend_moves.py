@@ -215,6 +215,20 @@ def test_a_stream_that_cannot_be_gone_on_with_ends_and_is_not_blamed(play) -> No
     play(scenario)
 
 
+def test_one_worker_that_fails_twice_is_not_called_two(play) -> None:
+    """As when the only attached server breaks off again at the same request."""
+
+    async def scenario(rig: Rig) -> None:
+        (worker,) = await rig.serving("w1")
+        worker.on_submit = lambda request: worker.refuse(request.stream, "worker_lost", "the server broke off")
+        _, (sink,) = rig.submit()
+        await until(lambda: sink.error is not None)
+        assert isinstance(sink.error, EngineFailed)
+        assert sink.error.message.startswith("2 times a worker failed as it worked on this request")
+
+    play(scenario)
+
+
 def test_a_request_at_fault_is_not_passed_on(play) -> None:
     async def scenario(rig: Rig) -> None:
         worker, stream, sink = await begun(rig)

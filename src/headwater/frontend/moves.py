@@ -178,7 +178,11 @@ def _too_often(stream: Stream, error: HeadwaterError) -> HeadwaterError:
 
 
 def _poison(stream: Stream, error: HeadwaterError) -> HeadwaterError:
+    times = len(stream.deaths)
+    told = (
+        f"{times} workers died while they" if len({*stream.deaths}) == times else f"{times} times a worker failed as it"
+    )
     return EngineFailed(
-        f"{len(stream.deaths)} workers died while they worked on this request at the same place, after "
-        f"{stream.num_tokens} tokens; it is not given to another one: {error.message}"
+        f"{told} worked on this request at the same place, after {stream.num_tokens} tokens; "
+        f"it is not given to another one: {error.message}"
     )
