@@ -214,9 +214,10 @@ class Peers:
         if known.card.generation != generation:
             raise StaleGeneration(f"the descriptor is of a life of {name} that is not the present one")
         with held(known.lock, stop):
-            if known.session is None or not known.session.outbound.is_up():
-                known.session = self._open(known.card, stop)
-            return known.session
+            session = known.session  # the reactor may take it away meanwhile
+            if session is None or not session.outbound.is_up():
+                session = known.session = self._open(known.card, stop)
+            return session
 
     def reports(self) -> list[LinkReport]:
         sessions = [known.session for known in list(self._peers.values()) if known.session is not None]

@@ -152,11 +152,11 @@ class Outbound:
                 return
             self._error = error
             pending, stops, remotes = list(self._pending.values()), list(self._stops), list(self._remotes)
+            self._pending.clear()  # whoever takes one out answers it, here or in the reactor
         for stop in stops:
             stop.fail(error)
         for future in pending:
-            if not future.done():
-                future.set_exception(error)
+            future.set_exception(error)
         if self.connection is not None:
             self.connection.close()
         for remote in remotes:
