@@ -75,6 +75,21 @@ def test_what_is_on_its_way_is_waited_for(path: Path) -> None:
     log.close()
 
 
+def test_what_another_thread_has_read_just_before_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, told = NameLog(path), NamesTold(path)
+    read = told._read
+
+    def read_after_another() -> object:
+        read()
+        return read()
+
+    monkeypatch.setattr(told, "_read", read_after_another)
+    log.tell(ANN, keys_of(1), ids_of(1))
+    assert told.find(keys_of(1)[0]) == Named(ids_of(1), ANN)
+    told.close()
+    log.close()
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=30))
 def test_logs_take_turns_and_readers_have_the_last_two(runs: list[tuple[int, bool]]) -> None:

@@ -143,7 +143,11 @@ class NamesTold:
         self._problem = ""
 
     def find(self, key: bytes) -> Named | None:
-        return self._known(key) or (self._known(key) if self._read() else None)
+        known = self._known(key)
+        if known is None:
+            self._read()
+            known = self._known(key)  # also if another thread has read it just now
+        return known
 
     def leading(self, keys: Sequence[bytes], wait_s: float = 0.0) -> list[Named]:
         """Of the first keys, as far as they are known and of one naming. `wait_s`: for what is being told."""
@@ -171,26 +175,25 @@ class NamesTold:
     def _known(self, key: bytes) -> Named | None:
         return self._found.get(key) or self._before.get(key)
 
-    def _read(self) -> bool:
-        """Whether there was anything new."""
+    def _read(self) -> None:
+        """What is new."""
         with self._lock:
             try:
-                news = self._read_on()
+                self._read_on()
                 inode = self._path.stat().st_ino
                 if inode != self._inode:
                     self._open(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), inode)
                     self._before, self._found = self._found, {}
-                    news = self._read_on() or news
+                    self._read_on()
             except ProtocolError as error:
                 self._open(-1, self._inode)  # not read any further: the next log is another one
-                return self._note(error)
+                self._note(error)
             except OSError as error:
-                return self._note(error)
-            return news
+                self._note(error)
 
-    def _read_on(self) -> bool:
+    def _read_on(self) -> None:
         if self._fd < 0:
-            return False
+            return
         parts = [self._rest]
         while part := os.read(self._fd, 1 << 20):
             parts.append(part)
@@ -205,17 +208,15 @@ class NamesTold:
             self._take(data[at : at + length])
             at += length
         self._rest = data[at:]
-        return at > 0
 
     def _take(self, frame: bytes) -> None:
         try:
-            told = msgspec.msgpack.decode(frame, type=_Run | _Rate)
+            run = msgspec.msgpack.decode(frame, type=_Run | _Rate)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"names cannot be read: {error}") from error
-        if isinstance(told, _Rate):
-            self._rate = told.rate
+        if isinstance(run, _Rate):
+            self._rate = run.rate
             return
-        run = told
         size = BLOCK_ID_BYTES if run.ids else 0
         for number in range(len(run.keys) // KEY_BYTES):
             key = run.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
@@ -226,8 +227,7 @@ class NamesTold:
             os.close(self._fd)
         self._fd, self._inode, self._rest = fd, inode, b""
 
-    def _note(self, error: Exception) -> bool:
+    def _note(self, error: Exception) -> None:
         if str(error) != self._problem:
             self._problem = str(error)
             _log.warning("what the worker names blocks cannot be read, they are computed: %s", error)
-        return False
