@@ -185,10 +185,13 @@ class ExternalEngine(ABC):
         card = self.info.card
         return namespace(card.fingerprint, card.kv_layout, adapter=adapter) if adapter else self.default_namespace
 
+    def namespace_of(self, request: EngineRequest) -> bytes:
+        """Under which its blocks are hashed."""
+        return request.namespace or self.own_namespace(request.adapter)
+
     def naming(self, request: EngineRequest) -> Naming:
         """How its blocks are named in a store that the other side goes to by itself."""
-        key = request.namespace or self.own_namespace(request.adapter)
-        return Naming(key.hex(), self.info.card.fingerprint, request.tenant)
+        return Naming(self.namespace_of(request).hex(), self.info.card.fingerprint, request.tenant)
 
     @property
     def resident(self) -> ResidentBlocks:
@@ -197,8 +200,9 @@ class ExternalEngine(ABC):
 
     def block_ids(self, request: EngineRequest) -> bytes:
         """Of the prompt's full blocks."""
-        key = request.namespace or self.default_namespace
-        return request.block_ids or chain_block_ids(key, request.prompt, self.info.card.block_size)
+        return request.block_ids or chain_block_ids(
+            self.namespace_of(request), request.prompt, self.info.card.block_size
+        )
 
     def num_resident(self, block_ids: bytes) -> int:
         """How many of these ids of one chain, from its start, the other side says it has."""

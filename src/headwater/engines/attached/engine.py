@@ -199,8 +199,7 @@ class AttachedEngine(PacedEngine):
     ) -> None:
         request = stream.request
         num_resumed(request)  # refuses what is complete
-        own = self.own_namespace(request.adapter)
-        salt = salt_of(request.namespace, own)
+        salt = salt_of(request.namespace, self.own_namespace(request.adapter))
         if isinstance(self._following, Draining):
             self._following.wake()
 
@@ -218,7 +217,7 @@ class AttachedEngine(PacedEngine):
         else:
             work = exchanges.stream(request, *ask(request, cached))
         if self._owners is not None:
-            self._owners.begin(request.stream, tokens, request.namespace or own, request.adapter)
+            self._owners.begin(request.stream, tokens, self.namespace_of(request), request.adapter)
         self._answer(request.stream, work)
 
     async def sleep(self) -> None:

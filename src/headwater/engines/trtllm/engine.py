@@ -145,8 +145,7 @@ class TrtllmEngine(ExternalEngine):
         request, number = stream.request, stream.request.stream
         result, work = self._begin(request, tokens.tolist())
         if self._owners is not None:
-            key = request.namespace or self.own_namespace(request.adapter)
-            self._owners.begin(number, tokens, key, request.adapter)
+            self._owners.begin(number, tokens, self.namespace_of(request), request.adapter)
         task = asyncio.get_running_loop().create_task(self._until_told(number, work))
         task.add_done_callback(lambda _: self._forget_owner(number))
         self._results[number] = (result, task)
