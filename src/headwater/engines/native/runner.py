@@ -39,9 +39,8 @@ class NativeExecutor:
         """Check sampling parameters and compile the grammar. Raises `InvalidRequest`."""
         params = sequence.request.sampling
         check_sampling(params, self._vocab_size)
-        constraint = (
-            None if params.structured is None else self._compiler_for(params.structured).compile(params.structured)
-        )
+        spec = params.structured
+        constraint = None if spec is None else self._compiler_for(spec).compile(spec)
         sampling = SamplingState(sequence, self._vocab_size, self._eos_token_ids, constraint)
         self._running[sequence.stream] = _Running(sampling)
 
