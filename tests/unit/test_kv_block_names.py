@@ -189,7 +189,8 @@ def test_what_computing_costs_is_told_when_it_is_news_and_in_every_log(path: Pat
 def test_a_salt_of_ours_is_told_from_others() -> None:
     key = namespace("m", "l", salt="x")
     assert namespace_in(salt_of(key)) == key
-    assert namespace_in("hw:moon") is None
+    for other in ("hw:moon", "hw:", "hw:00", f"hw:{'00' * 65}", f"{salt_of(key)} ", salt_of(key).upper()):
+        assert namespace_in(other) is None, other
     assert namespace_in("a customer's") is None
 
 

@@ -152,13 +152,13 @@ def test_a_salt_of_ours_carries_the_namespace() -> None:
 def test_other_salts_and_adapters_have_their_own_namespaces() -> None:
     (foreign,) = translated(stored([1], range(4), extra_keys=[["x"]]))
     (lookalike,) = translated(stored([1], range(4), extra_keys=[["hw:zz"]]))
+    (too_long,) = translated(stored([1], range(4), extra_keys=[["hw:" + "00" * 65]]))
     (adapter,) = translated(stored([1], range(4), adapter="a", extra_keys=[["a"]]))
     (plain,) = translated(stored([1], range(4)))
     assert foreign == BlocksStored(ids(range(4), namespace("fp", "layout", salt="x")))
     assert adapter == BlocksStored(ids(range(4), namespace("fp", "layout", adapter="a")))
-    assert (
-        len({event.block_ids for event in (foreign, lookalike, adapter, plain) if isinstance(event, BlocksStored)}) == 4
-    )
+    told = (foreign, lookalike, too_long, adapter, plain)
+    assert len({event.block_ids for event in told if isinstance(event, BlocksStored)}) == 5
 
 
 def test_media_tell_blocks_of_equal_tokens_apart() -> None:

@@ -1,6 +1,7 @@
 """How a worker of ours has the store's connector in its engine name blocks: as its cluster does, so that routers know
 what the store has, and by the tenant that a request speaks for."""
 
+import re
 from hashlib import blake2b
 from typing import Annotated
 
@@ -9,12 +10,14 @@ import msgspec
 from headwater.kv.block import Family, Label
 
 _SALT_MARK = "hw:"
+_NAMESPACE = "[0-9a-f]{64}"
+_SALT = re.compile(f"{_SALT_MARK}({_NAMESPACE})")
 
 
 class Naming(msgspec.Struct, frozen=True):
     """Of one request."""
 
-    namespace: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    namespace: Annotated[str, msgspec.Meta(pattern=f"^{_NAMESPACE}$")]
     """Key under which its blocks are hashed."""
     model: Label
     tenant: Label
@@ -36,9 +39,5 @@ def salt_of(key: bytes) -> str:
 
 def namespace_in(salt: str) -> bytes | None:
     """None for a salt that is not of ours, also for one of another client that looks like it."""
-    if not salt.startswith(_SALT_MARK):
-        return None
-    try:
-        return bytes.fromhex(salt.removeprefix(_SALT_MARK))
-    except ValueError:
-        return None
+    ours = _SALT.fullmatch(salt)
+    return bytes.fromhex(ours[1]) if ours is not None else None
