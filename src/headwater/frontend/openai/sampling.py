@@ -8,7 +8,7 @@ import msgspec
 
 from headwater.errors import InvalidRequest
 from headwater.frontend.openai.parse import short_json
-from headwater.frontend.openai.schema import GenerationFields, JsonSchemaFormat, ResponseFormat
+from headwater.frontend.openai.schema import GenerationFields, JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from headwater.frontend.postprocess.sequence import TextOptions
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.request import SamplingParams, StructuredKind, StructuredSpec
@@ -110,6 +110,7 @@ def structured_spec(fields: GenerationFields) -> StructuredSpec | None:
     ]
     if fields.structured_outputs is not None:
         asked = fields.structured_outputs
+        _check_offered(asked)
         guided += [
             ("structured_outputs.json", "json_schema", asked.json),
             ("structured_outputs.regex", "regex", asked.regex),
@@ -124,6 +125,22 @@ def structured_spec(fields: GenerationFields) -> StructuredSpec | None:
         names = " and ".join(spec.param for spec in found)
         raise InvalidRequest(f"{names} are given, expected one constraint on the output", param=found[0].param)
     return found[0] if found else None
+
+
+_OFFERED = ("json", "regex", "choice", "grammar", "json_object")
+_NOT_OFFERED = ("structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+
+
+def _check_offered(asked: StructuredOutputs) -> None:
+    """Who asks for a constraint and has misspelled it must not get an answer without one."""
+    for name in _NOT_OFFERED:
+        if getattr(asked, name) not in (None, False):
+            param = f"structured_outputs.{name}"
+            raise InvalidRequest(f"{param} is not supported: leave it out", param=param)
+    if all(getattr(asked, name) is None for name in _OFFERED):
+        raise InvalidRequest(
+            f"structured_outputs names no constraint, expected one of {', '.join(_OFFERED)}", param="structured_outputs"
+        )
 
 
 def _any_guided(fields: GenerationFields) -> bool:

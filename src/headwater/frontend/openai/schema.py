@@ -61,6 +61,11 @@ class StructuredOutputs(msgspec.Struct):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: Any = None
+    """This and what follows is known, and refused: an answer that does not keep to it would be a wrong one."""
+    whitespace_pattern: Any = None
+    disable_any_whitespace: Any = None
+    disable_additional_properties: Any = None
 
 
 class AgentHints(msgspec.Struct):
