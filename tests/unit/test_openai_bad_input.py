@@ -55,6 +55,7 @@ RAW: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "the body is empty"),
     "blank": (b" \n ", "the body is empty"),
     "cut off": (b'{"model": "demo"', "ends too early"),
+    "half a pair": (rb'{"model": "demo\ud800"}', r"a \u escape near its end is half of a pair"),
     "trailing comma": (b'{"model": "demo",}', "trailing comma in object"),
     "two documents": (b'{"model": "demo"} {}', "trailing characters"),
     "no JSON": (b"hello", "not valid JSON"),

@@ -193,6 +193,7 @@ def _unknown(name: str, shape: Shape[Any], strict: bool) -> str:
 _EXPECTED = re.compile(r"Expected `(?P<what>[^`]+)`(?P<bound>(?: [<>=]+ \S+| of length [<>=]+ \d+)?)")
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
 _STEP = re.compile(r"\[(\d+|\.\.\.)\]|\.?([^.\[\]]+)")
 _WORDS = {
     "int": "an integer",
@@ -308,7 +309,8 @@ def _explain_malformed(body: bytes, reason: str) -> InvalidRequest:
         body.decode()
     except UnicodeDecodeError as error:
         return InvalidRequest(f"the body is not valid UTF-8: byte {body[error.start]:#04x} at position {error.start:,}")
-    reason = reason.replace("JSON is malformed: ", "").replace("Input data was truncated", "it ends too early")
+    early = "a \\u escape near its end is half of a pair" if _HALF_PAIR.search(body[-32:]) else "it ends too early"
+    reason = reason.replace("JSON is malformed: ", "").replace("Input data was truncated", early)
     return InvalidRequest(f"the body is not valid JSON: {reason}")
 
 
