@@ -84,8 +84,9 @@ class Parser(argparse.ArgumentParser):
     def _refuse(self, argument: str) -> NoReturn:
         if not argument.startswith("-"):
             raise ConfigError(f"unexpected argument {argument!r}", hint=f"usage: {self.format_usage()[7:].strip()}")
-        near = nearest(argument.partition("=")[0], self._option_string_actions)
-        hint = f"did you mean {near}?" if near else f"`{self.prog} --help=all` lists all flags"
+        names = {option.lstrip("-"): option for option in self._option_string_actions}  # dashes would count as likeness
+        near = nearest(argument.partition("=")[0].lstrip("-"), names)
+        hint = f"did you mean {names[near]}?" if near else f"`{self.prog} --help=all` lists all flags"
         raise ConfigError(f"unknown flag {argument}", hint=hint)
 
     def help_about(self, what: str) -> str:

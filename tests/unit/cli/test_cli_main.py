@@ -57,6 +57,10 @@ def test_every_verb_has_help_and_a_runner(verb: str, capsys: pytest.CaptureFixtu
         (["sevre"], "unknown command 'sevre'\nheadwater: hint: did you mean `headwater serve`?"),
         (["serve", "--max-num-seq", "4"], "unknown flag --max-num-seq\nheadwater: hint: did you mean --max-num-seqs?"),
         (["serve", "--prot=8"], "did you mean --port?"),
+        (
+            ["kv", "clear", "--model", "m", "--url", "x"],
+            "unknown flag --url\nheadwater: hint: `headwater kv clear --help=all`",
+        ),
         (["serve", "--port"], "argument --port: expected one argument"),
         (["serve", "one", "two"], "unexpected argument 'two'"),
         (["serve", "one", "--model", "two"], "two models: one and --model two"),
