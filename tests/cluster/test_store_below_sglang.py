@@ -1,5 +1,6 @@
 """The node's store below SGLang in the worker: what HiCache writes there has the names that routers know."""
 
+import asyncio
 from array import array
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -147,10 +148,14 @@ def test_ranks_keep_a_part_of_a_block_each(stage: Stage, monkeypatch: pytest.Mon
         worker = cluster["w"]
         await worker.run(asked(1, PROMPT))
         await eventually(lambda: told(worker, ids_of(KEY, PROMPT), "host") == 18, "the router is told once")
+        async with client_of(stage.path) as client:
+            while True:
+                families = (await client.status()).tiers[0].families
+                if [one.num_blocks >= 18 for one in families] == [True, True]:
+                    break
+                await asyncio.sleep(0.02)  # the other rank may be later
         await worker.run(asked(2, PROMPT))
         assert Sglang.made[-1].hicache.loaded == [0, 18], "each rank has found its own"
-        async with client_of(stage.path) as client:
-            families = (await client.status()).tiers[0].families
         assert {(one.parts, one.beside) for one in families} == {(2, False), (2, True)}
         assert len({one.layout for one in families}) == 1
         await eventually(lambda: worker.stored.token_ms.keys() == {"host", "disk"}, "tiers are priced", 10)
@@ -178,7 +183,7 @@ def test_what_no_worker_has_named_is_left_alone(stage: Stage) -> None:
     async def scenario(cluster: Workers) -> None:
         worker, engine = cluster["w"], Sglang.made[-1]
         await worker.run(asked(1, PROMPT, adapter=ADAPTER))
-        assert engine.hicache.not_written > 0
+        await eventually(lambda: engine.hicache.not_written > 0, "it has tried to write")
         assert engine.hicache.loaded == [0]
         async with client_of(stage.path) as client:
             assert (await client.status()).tiers[0].num_blocks == 0

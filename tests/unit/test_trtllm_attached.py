@@ -111,7 +111,7 @@ def test_structured_output(spec: StructuredSpec, expected: dict[str, Any]) -> No
         ({"structured": StructuredSpec("json_schema", "[]", "tools")}, "tools"),
         ({"salt": "hw:00"}, "cache_salt"),
         ({"ticket": b"no ticket"}, "ticket"),
-        ({"adapter": "unknown"}, None),
+        ({"adapter": "unknown"}, "model"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: str | None) -> None:

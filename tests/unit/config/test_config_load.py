@@ -59,7 +59,7 @@ def test_the_file_can_be_named_by_the_environment_and_a_flag_beats_it(tmp_path: 
 SCALARS: dict[str, st.SearchStrategy[str]] = {
     "bool": st.sampled_from(["true", "false"]),
     "int": st.integers(1, 65535).map(str),
-    "float": st.integers(0, 10_000).map(lambda n: str(n / 8)),
+    "float": st.integers(1, 10_000).map(lambda n: str(n / 8)),
     "str": st.text("abcdefghij/.:-", min_size=1, max_size=12).filter(lambda text: text != "none"),
 }
 
