@@ -202,14 +202,16 @@ class Engine(Lives):
     async def _tokenized(self, body: GenerateBody) -> AsyncIterator[dict[str, Any]]:
         await asyncio.sleep(0.001)  # its name is not known before
         if self.hicache is not None:
-            await asyncio.to_thread(self.hicache.prefetch, body.input_ids, body.cache_salt)
+            await self.loop.run_in_executor(self.hicache.thread, self.hicache.prefetch, body.input_ids, body.cache_salt)
         answer: list[int] = []
         async for chunk in self.generate(body):
             answer += chunk["output_ids"]
             yield chunk
         if self.hicache is not None:
             # The KV of the last token is not computed.
-            await asyncio.to_thread(self.hicache.backup, body.input_ids, answer[:-1], body.cache_salt)
+            await self.loop.run_in_executor(
+                self.hicache.thread, self.hicache.backup, body.input_ids, answer[:-1], body.cache_salt
+            )
 
     def _in_its_words(self, event: WorkerEvent) -> list[dict[str, Any]]:
         """HiCache has all in its own host memory too, until it goes there as well."""

@@ -4,7 +4,7 @@ own."""
 
 import hashlib
 import importlib
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -41,10 +41,11 @@ class HiCache:
         self.loaded: list[int] = []
         """Pages, by request."""
         self.not_written = 0
-        self._lock = threading.Lock()
-        """Here all requests use the same places of the pool."""
+        self.thread = ThreadPoolExecutor(1)
+        """One for all that it does, in order: here all requests use the same places of the pool."""
 
     def close(self) -> None:
+        self.thread.shutdown()
         for rank in self._ranks:
             rank.storage.close()
 
@@ -59,12 +60,11 @@ class HiCache:
             self.loaded.append(0)
             return
         indices = torch.arange(len(keys) * self._page_size)
-        with self._lock:
-            loaded = min(rank.prefetch(keys, indices) for rank in self._ranks)
-            for number, rank in enumerate(self._ranks):
-                found = rank.pool.kv[: loaded * self._page_size]
-                assert torch.equal(found, _content(keys[:loaded], number, found)), "KV of another page or rank"
-            self.loaded.append(loaded)
+        loaded = min(rank.prefetch(keys, indices) for rank in self._ranks)
+        for number, rank in enumerate(self._ranks):
+            found = rank.pool.kv[: loaded * self._page_size]
+            assert torch.equal(found, _content(keys[:loaded], number, found)), "KV of another page or rank"
+        self.loaded.append(loaded)
 
     def backup(self, prompt: list[int], answer: list[int], salt: str | None) -> None:
         """What the prompt has filled, and then what the answer has: two nodes of its tree."""
@@ -78,9 +78,8 @@ class HiCache:
 
     def _write(self, rank: HiCacheController, number: int, keys: list[str], before: list[str] | None) -> None:
         size = len(keys) * self._page_size
-        with self._lock:
-            rank.pool.kv[:size] = _content(keys, number, rank.pool.kv[:size])
-            self.not_written += len(keys) - rank.backup(keys, torch.arange(size), before)
+        rank.pool.kv[:size] = _content(keys, number, rank.pool.kv[:size])
+        self.not_written += len(keys) - rank.backup(keys, torch.arange(size), before)
 
 
 def page_keys(tokens: list[int], salt: str | None, page_size: int) -> list[str]:
