@@ -10,6 +10,7 @@ from headwater.errors import TransferRefused, TransferTimeout
 from headwater.handoff.intake import Action, Arrived, CancelRead, Complete, FallBack, Intake, Read, Release, Stop
 from headwater.handoff.layout import check_layouts
 from headwater.handoff.patience import MAX_HOLD_S, Pace, Patience, Progress, Prospects, patience
+from headwater.handoff.wait import OwnWork, Wait
 from headwater.protocol.cluster import ModelCard
 from headwater.protocol.request import ExportOrder
 from headwater.scheduler.outside import FirstToken
@@ -137,6 +138,26 @@ def test_a_line_is_left_for_a_price_or_a_deadline_and_never_for_what_nobody_know
     assert not Prospects(there_s=20, here_s=12, deadline_s=10).better_here
     assert not Prospects(there_s=20, here_s=0, deadline_s=10).better_here
     assert not Prospects(there_s=0, here_s=2).better_here
+
+
+def test_what_was_taken_back_from_a_line_counts_before_what_is_asked_about_next() -> None:
+    own, wait = OwnWork(), Wait(patience(1000, 100), 4, now=0.0)
+    error = own.taken_back(3, own.prospects(wait, 100.0, here_ms=5000.0, now=10.0), 10.0)
+    assert error is not None
+    assert "3 are before it in 100.0 s of line, and here it takes 5.0 s" in str(error)
+    assert own.prospects(wait, 100.0, here_ms=5000.0, now=12.0).here_s == pytest.approx(3 + 5)
+    assert own.prospects(wait, 100.0, here_ms=5000.0, now=60.0).here_s == pytest.approx(5)
+    assert own.prospects(wait, 100.0, here_ms=0.0, now=12.0).here_s == 0.0, "no idea"
+
+
+def test_the_silence_of_a_line_is_granted_until_blocks_come() -> None:
+    wait = Wait(Patience(total_s=4.0, stall_s=2.0, longest_s=60.0), 4, now=0.0)
+    wait.in_line(silence_s=4.0, now=1.0)
+    wait.hear(1.0)
+    assert wait.overdue(3.5) is None
+    wait.announced(1, 2.0)
+    assert wait.overdue(3.9) is None
+    assert "nothing was heard for 2.0 s" in str(wait.overdue(4.1))
 
 
 def test_a_pace_is_learned_from_what_was_seen() -> None:

@@ -170,6 +170,16 @@ def test_what_waits_for_room_elsewhere_keeps_no_new_decode_worker_from_its_prefi
     assert max(outcomes.ttft_ms[4:]) < min(outcomes.ttft_ms[1:4])
 
 
+def test_a_new_decode_worker_sends_prompts_away_once_it_has_handed_over_its_own() -> None:
+    cluster = FastCluster([model(), model()], SPLIT, 1000)
+    for _ in range(3):
+        cluster.submit(Job(0.0, 8000, 2))
+    cluster.set_plan(RolePlan(("decode", "prefill")))
+    outcomes = cluster.run([Job(1.0, 1000, 2)])
+    assert outcomes.remote == [True] * 4
+    assert outcomes.ttft_ms[3] > max(outcomes.ttft_ms[:3]) - 1.0
+
+
 def test_prefill_workers_never_hold_room_for_others() -> None:
     """The structure that rules out circles: whoever prefills for others reserves for none."""
     roles: tuple[Role, ...] = ("prefill", "prefill", "decode")
