@@ -4,6 +4,7 @@ What is left out is no word against anything; what a file says counts like a fla
 one file serves all parts, and says things that are not for each of them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from headwater.config.fields import fields_of
@@ -50,6 +51,7 @@ def check_graph(loaded: LoadedConfig) -> None:
     check_engine(loaded)
     _check_store(loaded)
     config = loaded.config
+    _check_servers_differ(config.engine.attach)
     num_servers, num_in_pools = len(config.engine.attach), config.prefill + config.decode
     if num_servers and num_servers < num_in_pools:
         raise ConfigError(
@@ -69,6 +71,15 @@ def check_graph(loaded: LoadedConfig) -> None:
             f"{_said(loaded, 'role')} does not go with {_pools(loaded)}: every worker has its role from a pool",
             hint="leave one of them out; --role adaptive goes with pools",
         )
+
+
+def _check_servers_differ(urls: Sequence[str]) -> None:
+    """Two workers of one server would each believe to have the whole of it."""
+    places = [url.rstrip("/").removesuffix("/v1") for url in urls]
+    for place in places:
+        if places.count(place) > 1:
+            shown = place.rpartition("@")[2]  # without a password, which is refused later
+            raise ConfigError(f"--attach names {shown} {places.count(place)} times", hint="one worker uses all of it")
 
 
 def _check_store(loaded: LoadedConfig) -> None:

@@ -28,6 +28,7 @@ def graph(*flags: str) -> None:
         (["--num-kv-blocks", "9", "--kv-cache-memory", "1GiB"], "--num-kv-blocks 9 does not go with --kv-cache-memory"),
         ([*TWO, "--attach-api-key", "a,b,c"], "--attach-api-key says 3 keys for 2 servers"),
         ([*TWO, "--attach-kv-events", "tcp://a:1"], "--attach-kv-events says 1 places for 2 servers"),
+        ([*TWO, "--attach", "http://a:1/v1/"], "--attach names http://a:1 2 times"),
         (["--engine", "native", *TWO], "--engine native does not go with --attach"),
         (["--engine", "sglang", "--page-size", "16", "--block-size", "32"], "--block-size 32 and --page-size, which"),
         (["--engine", "vllm", "-tp", "2", "--tensor-parallel-size", "4"], "--tensor-parallel-size 4 and -tp, which"),
