@@ -51,9 +51,10 @@ class Neighbours:
     def listen(self) -> socket.socket:
         """A socket for others. Raises `ConfigError` for a folder that is not ours alone, and `OSError`.
 
-        What frontends of other clusters left when they were killed goes: no frontend comes there again.
+        What frontends left when they were killed goes. Folders of other clusters too, for no frontend comes there
+        again; to this one others may be coming just now.
         """
-        _remove_left_behind(self._folder.parent)
+        _remove_left_behind(self._folder.parent, self._folder)
         ensure_private(self._folder)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -88,12 +89,12 @@ class Neighbours:
         return []
 
 
-def _remove_left_behind(run_folder: Path) -> None:
+def _remove_left_behind(run_folder: Path, kept: Path) -> None:
     for folder in run_folder.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             settled = is_settled(folder.lstat().st_mtime)
             remove_dead_sockets(folder)
-            if settled:
+            if settled and folder != kept:
                 folder.rmdir()
 
 
