@@ -2,6 +2,7 @@
 
 import asyncio
 from array import array
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -173,6 +174,22 @@ def test_the_last_worker_is_not_put_aside_and_with_half_of_them_gone_the_next_is
         assert len(rig.eligible()) == 1
 
     play(scenario, vigil=QUICK)
+
+
+def test_nobody_waits_without_a_bound_for_the_last_worker(play) -> None:
+    async def scenario(rig: Rig) -> None:
+        (worker,) = await rig.serving("w1")
+        (stream,), (sink,) = rig.submit()
+        await until(lambda: bool(worker.requests))
+        worker.step(SequenceOutput(stream, [1]))
+        await until(lambda: sink.error is not None)
+        assert "w1 has not moved on for" in str(sink.error)
+        assert sink.token_ids == [1]
+        await until(lambda: worker.requests[-1].request_id == "canary")
+        worker.finish(worker.requests[-1].stream)
+        await until(lambda: rig.eligible() == {"w1"})
+
+    play(scenario, vigil=replace(QUICK, last_timeout_s=0.4), moves=MoveLimits(max_wait_s=0.2))
 
 
 def test_an_idle_worker_that_answers_its_canaries_stays(play) -> None:

@@ -296,6 +296,24 @@ def test_a_wrong_tokenizer_is_found_and_requests_are_relayed(play: Callable[[Sce
     play(scenario)
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+def test_frontends_know_of_answers_that_come_whole(play: Callable[[Scenario], None], streamed: bool) -> None:
+    """Nothing is heard of them until they are there, and that is no hang."""
+
+    async def scenario(stage: Stage) -> None:
+        async with stage.attached(attach_as="openai") as bench:
+            request = bench.request(prompt_of(8))
+            body = msgspec.json.encode({"model": MODEL, "messages": [], "stream": streamed})
+            request.relay = RelayedRequest("/v1/chat/completions", body)
+            bench.engine.submit([request])
+            load = bench.engine.load()
+            assert (load.num_whole, load.quiet_prefill) == (0 if streamed else 1, True)
+            await eventually(lambda: bench.recorder.ended(1), "it is answered")
+            await eventually(lambda: bench.engine.load().num_whole == 0, "none is under way")
+
+    play(scenario)
+
+
 def test_a_relayed_answer_is_not_taken_up_in_its_middle(play: Callable[[Scenario], None]) -> None:
     async def scenario(stage: Stage) -> None:
         async with stage.attached(attach_as="openai") as bench:

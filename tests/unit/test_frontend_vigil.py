@@ -9,7 +9,7 @@ from test_runtime_cpu_wait import Threads
 
 from headwater.frontend.connection import WorkerConnection
 from headwater.frontend.starved import StarvedHere
-from headwater.frontend.vigil import Vigil, VigilLimits, longest_step_ms
+from headwater.frontend.vigil import Vigil, VigilLimits, longest_silence_ms
 from headwater.perf.model import StepModel, StepShape
 from headwater.protocol.events import LoadReport, StepTiming
 from headwater.router.view import ClusterView
@@ -58,7 +58,7 @@ def test_the_bound_is_five_steps_or_the_floor(step_ms: float | None, least_s: fl
     ((found, silent_s),) = vigil.hanging(100.0 + bound_s + 0.3)
     assert found == "w"
     assert silent_s == pytest.approx(bound_s + 0.3)
-    assert step_ms is None or longest_step_ms(worker) >= step_ms * 0.9
+    assert step_ms is None or longest_silence_ms(worker) >= step_ms * 0.9
 
 
 def test_slow_steps_seen_of_late_widen_the_bound_for_a_while() -> None:
@@ -147,13 +147,62 @@ def test_canaries_are_due_when_idle_and_again_after_an_interval() -> None:
     assert vigil.due_for_canary(40.0) == []
 
 
-def test_it_is_put_aside_only_when_others_are_left() -> None:
+def test_the_last_one_is_put_aside_when_nobody_should_wait_for_it_any_longer() -> None:
     vigil, worker = watched()
     busy(vigil, worker)
     assert vigil.may_be_put_aside("w", 2.5)
     vigil._view.set_connected("x", False)
-    assert not vigil.may_be_put_aside("w", 1000.0)
+    assert not vigil.may_be_put_aside("w", 59.0)
+    assert vigil.may_be_put_aside("w", 61.0)
     assert not vigil.may_be_put_aside("nobody", 1000.0)
+
+
+def test_the_last_one_with_long_steps_has_five_times_the_patience() -> None:
+    vigil, worker = watched(10_000.0)
+    busy(vigil, worker)
+    vigil._view.set_connected("x", False)
+    assert not vigil.may_be_put_aside("w", 5 * vigil.bound_s(worker) - 1.0)
+    assert vigil.may_be_put_aside("w", 5 * vigil.bound_s(worker) + 1.0)
+
+
+# Engines of which nothing is heard by nature
+
+
+@pytest.mark.parametrize("step_ms", [500.0, None])
+def test_a_prompt_computed_in_silence_has_the_time_of_all_its_steps(step_ms: float | None) -> None:
+    """32 chunks of 512 tokens, of which no news comes before the first token."""
+    vigil, worker = watched(step_ms)
+    vigil._view.book(worker, 32 * 512, 10)
+    told_s, quiet = vigil.bound_s(worker), msgspec.structs.replace(REPORT, quiet_prefill=True)
+    worker.load = quiet
+    bound_s = vigil.bound_s(worker)
+    assert bound_s >= 32 * 30.0 if step_ms is None else bound_s > 10 * told_s
+    worker.load = msgspec.structs.replace(quiet, waiting_prefill_tokens=64 * 512)
+    assert vigil.bound_s(worker) > 1.5 * bound_s, "another frontend's prompt is before ours"
+
+
+def test_a_short_prompt_computed_in_silence_has_as_long_as_one_of_an_unknown_worker() -> None:
+    """Those who do not go through us may be served there first."""
+    vigil, worker = watched()
+    busy(vigil, worker)
+    worker.load = msgspec.structs.replace(REPORT, quiet_prefill=True)
+    assert vigil.bound_s(worker) == LIMITS.unknown_timeout_s
+
+
+def test_once_all_its_prompts_are_done_its_silence_counts_as_anybodys() -> None:
+    vigil, worker = watched()
+    vigil._view.book(worker, 0, 10)
+    worker.load = msgspec.structs.replace(REPORT, quiet_prefill=True)
+    assert vigil.bound_s(worker) == LIMITS.hang_timeout_s
+
+
+def test_a_whole_answer_may_take_long_and_not_for_ever() -> None:
+    vigil, worker = watched()
+    busy(vigil, worker)
+    worker.load = msgspec.structs.replace(REPORT, quiet_prefill=True, num_whole=1)
+    assert vigil.bound_s(worker) == LIMITS.whole_answer_s
+    worker.load = msgspec.structs.replace(REPORT, num_whole=0)
+    assert vigil.bound_s(worker) < 10.0
 
 
 class Here:

@@ -58,6 +58,8 @@ class ExternalEngine(ABC):
     """See `headwater.engines.base.Engine`."""
 
     kv: KvPort | None = None
+    quiet_prefill = False
+    """Whether the other side tells nothing of steps that bring no token."""
 
     def __init__(self, config: EngineConfig, *, clock: Clock | None = None) -> None:
         self.config = config
@@ -218,7 +220,9 @@ class ExternalEngine(ABC):
         num_open = len(self.open)
         return min(num_open, max(num_open - self.info.max_num_seqs, num_said))
 
-    def load_report(self, *, num_running: int, num_waiting: int, kv_blocks_free: int, away: str = "") -> LoadReport:
+    def load_report(
+        self, *, num_running: int, num_waiting: int, kv_blocks_free: int, away: str = "", num_whole: int = 0
+    ) -> LoadReport:
         """What the other side has told, and what is counted here."""
         totals = self.totals
         return LoadReport(
@@ -233,6 +237,8 @@ class ExternalEngine(ABC):
             prompt_tokens=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,
             away=away,
+            quiet_prefill=self.quiet_prefill,
+            num_whole=num_whole,
         )
 
     # ---- what a subclass reports

@@ -58,6 +58,8 @@ class Pace:
 class PacedEngine(ExternalEngine):
     """One that tells no step times."""
 
+    quiet_prefill = True
+
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.pace = Pace(0)

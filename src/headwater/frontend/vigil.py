@@ -2,8 +2,9 @@
 
 A worker moves on when it sends a step, or when its engine's own loop makes a report. One that has work of ours and
 did neither for `PATIENCE` times its longest step, expected or seen of late, and for no less than the floor, hangs.
-While nothing is known of its steps it is given longer. When many hang at once it is more likely that everything is
-slow: beyond half of those that serve a model a worker is given much longer, and the last one is never put aside. An
+While nothing is known of its steps it is given longer, and so is one of which nothing is heard while it computes a
+prompt, or a whole answer. When many hang at once it is more likely that everything is slow: beyond half of those that
+serve a model a worker is given much longer, and the last one longest, for nobody is to wait without a bound. An
 idle worker that has not computed for a while is due for a canary. Time in which a worker could have run and got no
 processor, as it says itself (`LoadReport.starved_ms`), is no silence, up to a limit. Pure: time comes in; a stall of
 our own (`forgive`) is nobody's fault.
@@ -28,7 +29,11 @@ class VigilLimits:
     hang_timeout_s: float = 2.0
     """Least silence that counts as a hang, the look included; 0: never."""
     unknown_timeout_s: float = 30.0
-    """While no step time is known."""
+    """While no step time is known, and while nothing is heard by nature: others may be served there first."""
+    whole_answer_s: float = 600.0
+    """While an answer is computed of which nothing is heard before its end."""
+    last_timeout_s: float = 60.0
+    """Least silence of the last worker of a model."""
     canary_interval_s: float = 30.0
     """Idle for so long: time for a canary; 0: never."""
     look_s: float = 0.1
@@ -144,15 +149,16 @@ class Vigil:
         return found
 
     def may_be_put_aside(self, worker_id: str, silent_s: float) -> bool:
-        """Whether enough others would be left to serve its model."""
+        """Whether enough others would be left to serve its model, or it is not worth waiting for any longer."""
         worker = self._view.worker(worker_id)
         if worker is None:
             return False
         fingerprint = worker.instance.card.fingerprint
         peers = [other for other in self._view.workers if other.instance.card.fingerprint == fingerprint]
         others = sum(other.eligible for other in peers) - worker.eligible
-        patience = 1.0 if others >= len(peers) // 2 else _MUCH_PATIENCE
-        return others > 0 and silent_s > patience * self.bound_s(worker) - self.limits.look_s
+        patience = 1.0 if others and others >= len(peers) // 2 else _MUCH_PATIENCE
+        least_s = 0.0 if others else self.limits.last_timeout_s
+        return silent_s > max(least_s, patience * self.bound_s(worker)) - self.limits.look_s
 
     def due_for_canary(self, now: float) -> list[str]:
         """Idle for long: they are due again after another interval."""
@@ -171,17 +177,32 @@ class Vigil:
 
     def bound_s(self, worker: WorkerView) -> float:
         """The longest silence that is in order."""
+        limits, load = self.limits, worker.load
+        if load is not None and load.num_whole:
+            return max(limits.hang_timeout_s, limits.whole_answer_s)
+        quiet = quiet_tokens(worker)
         if worker.costs is None:
-            return max(self.limits.hang_timeout_s, self.limits.unknown_timeout_s)
+            return max(limits.hang_timeout_s, limits.unknown_timeout_s * max(1, -(-quiet // worker.chunk_tokens)))
         watched = self._watched.get(worker.worker_id)
         seen_ms = watched.slowest_ms if watched is not None else 0.0
-        return max(self.limits.hang_timeout_s, PATIENCE * max(longest_step_ms(worker), seen_ms) / 1e3)
+        least_s = max(limits.hang_timeout_s, limits.unknown_timeout_s if quiet else 0.0)
+        return max(least_s, PATIENCE * max(longest_silence_ms(worker), seen_ms) / 1e3)
 
 
-def longest_step_ms(worker: WorkerView) -> float:
-    """A step with all its sequences and a full chunk of its prompts, the end of the longest context."""
+def quiet_tokens(worker: WorkerView) -> int:
+    """Of prompts that it computes without a sign of life."""
+    load = worker.load
+    if load is None or not load.quiet_prefill:
+        return 0
+    return max(worker.booked_prefill_tokens, load.waiting_prefill_tokens)
+
+
+def longest_silence_ms(worker: WorkerView) -> float:
+    """A step with all its sequences and a full chunk of its prompts, the end of the longest context; all of the prompts
+    where nothing is heard before they are done."""
     occupied = worker.occupied or worker.occupy()
     costs = occupied.costs
-    chunk = min(occupied.booked_prefill_tokens, costs.chunk_tokens)
-    pairs = min(occupied.booked_prefill_pairs, float(chunk * max(1, worker.instance.card.max_model_len)))
-    return worker.speed_factor * (occupied.step_ms + costs.prefill_ms(chunk, pairs))
+    tokens = quiet_tokens(worker) or min(occupied.booked_prefill_tokens, costs.chunk_tokens)
+    pairs = min(occupied.booked_prefill_pairs, float(tokens * max(1, worker.instance.card.max_model_len)))
+    steps = max(1, -(-tokens // costs.chunk_tokens))
+    return worker.speed_factor * (steps * occupied.step_ms + costs.prefill_ms(tokens, pairs))

@@ -114,6 +114,10 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):
     """Since the last of those: how long a thread of the worker could have run and got no processor."""
     away: str = ""
     """Why the engine can be given nothing now, although the worker is there: what it is attached to does not answer."""
+    quiet_prefill: bool = False
+    """Whether nothing is heard of the engine while it computes prompts, in however many steps."""
+    num_whole: int = 0
+    """Of its sequences: those whose answer comes all at once, so that nothing is heard until then."""
 
 
 WorkerEvent = BlocksStored | BlocksRemoved | BlocksCleared | LoadReport

@@ -88,6 +88,8 @@ class AttachedEngine(PacedEngine):
         self._adapters = _adapters(config.attach_adapters)
         self._publishes = _own_part("--attach-kv-events", config.attach_kv_events, placement.index)
         self._answers: dict[int, asyncio.Task[None]] = {}
+        self._whole: set[int] = set()
+        """Streams whose answer comes all at once."""
         self._gathered = Gathered(self._take, lambda: self.num_generating)
         self._said: ServerLoad | None = None
         self._heard = 0.0
@@ -189,8 +191,10 @@ class AttachedEngine(PacedEngine):
         if self._tokens is None:
             if request.resumed_tokens:
                 raise StreamLost("the server was lost in the middle of a relayed answer, which cannot be taken up")
-            asked = relayed_request(request, (found.model, *found.aliases, *found.adapters), found.model)
-            self._answer(request.stream, exchanges.relay(request, asked))
+            relayed = relayed_request(request, (found.model, *found.aliases, *found.adapters), found.model)
+            if not relayed.streamed:
+                self._whole.add(request.stream)
+            self._answer(request.stream, exchanges.relay(request, (relayed.path, relayed.body)))
         else:
             self._send_tokens(exchanges, self._tokens, found.model, stream, tokens)
 
@@ -244,6 +248,7 @@ class AttachedEngine(PacedEngine):
             num_waiting=max(len(self.open) - running, said.num_waiting),
             kv_blocks_free=num_blocks - round(said.kv_usage * num_blocks),
             away=self._away,
+            num_whole=len(self._whole),
         )
 
     def _answer(self, number: int, work: Coroutine[Any, Any, None]) -> None:
@@ -254,6 +259,7 @@ class AttachedEngine(PacedEngine):
     def _answered(self, number: int, task: "asyncio.Task[None]") -> None:
         if self._answers.get(number) is task:
             del self._answers[number]
+        self._whole.discard(number)
         if self._owners is not None:
             self._owners.end(number, asyncio.get_running_loop().time())
         if task.cancelled():

@@ -5,6 +5,7 @@ chained into block ids like any other prompt, so that those that begin alike go 
 """
 
 import hashlib
+from typing import NamedTuple
 
 import msgspec
 
@@ -40,8 +41,17 @@ def relay_card(config: EngineConfig, found: Description, dialect: str) -> ModelC
     )
 
 
-def relayed_request(request: EngineRequest, known: tuple[str, ...], model: str) -> tuple[str, bytes]:
-    """Path and body, with the server's name for its model where the client's is not one of those it knows."""
+class Relayed(NamedTuple):
+    """What the server is sent."""
+
+    path: str
+    body: bytes
+    streamed: bool
+    """Whether the answer is to come piece by piece."""
+
+
+def relayed_request(request: EngineRequest, known: tuple[str, ...], model: str) -> Relayed:
+    """With the server's name for its model where the client's is not one of those it knows."""
     if request.relay is None:
         raise InvalidRequest("this server takes only requests as clients send them")
     try:
@@ -49,9 +59,10 @@ def relayed_request(request: EngineRequest, known: tuple[str, ...], model: str) 
         asked = msgspec.json.decode(members["model"], type=str)
     except (msgspec.MsgspecError, KeyError) as error:
         raise InvalidRequest(f"the body is no request: {error}") from error
+    streamed = bytes(members.get("stream", b"")) == b"true"
     if asked in known and not any(name in members for name in _OURS):
-        return request.relay.path, request.relay.body
+        return Relayed(request.relay.path, request.relay.body, streamed)
     kept = {name: value for name, value in members.items() if name not in _OURS}
     if asked not in known:
         kept["model"] = msgspec.Raw(msgspec.json.encode(model))
-    return request.relay.path, msgspec.json.encode(kept)
+    return Relayed(request.relay.path, msgspec.json.encode(kept), streamed)
