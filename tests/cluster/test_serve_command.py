@@ -139,6 +139,19 @@ def test_serve_answers_survives_a_killed_worker_and_drains(environment: dict[str
     assert cluster_folders(environment) == []
 
 
+def test_a_worker_that_hangs_for_long_is_replaced(environment: dict[str, str]) -> None:
+    with serve(environment, *FAST, "--workers", "2", "--canary-interval", "0.5s", "--hang-restart", "1s") as running:
+        assert running.url
+        before = worker_pids(environment)
+        stopped = min(before)
+        os.kill(before[stopped], signal.SIGSTOP)
+        running.until(lambda: stopped not in worker_pids(environment) and len(worker_pids(environment)) == 2)
+        assert not alive(before[stopped])
+        assert re.search(r"died: it has answered nothing for \d+ s; starting it again in 0.5 s", running.err)
+        assert headwater(environment, "chat", "--once", "hello", "--max-tokens", "3").returncode == 0
+        assert running.end() == 0
+
+
 def test_a_taken_port_is_refused_before_anything_starts(environment: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

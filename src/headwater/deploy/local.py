@@ -35,7 +35,7 @@ from headwater.deploy.actions import (
 from headwater.deploy.child import Seat, arguments
 from headwater.deploy.ports import Listeners
 from headwater.deploy.process import Child, describe_exit
-from headwater.deploy.reports import READY, WAIT, FailureReport, ProgressReport, Report
+from headwater.deploy.reports import READY, WAIT, FailureReport, HungReport, ProgressReport, Report
 from headwater.deploy.restarts import RestartLimits
 from headwater.deploy.supervision import Limits, Supervision
 
@@ -239,6 +239,9 @@ class LocalSupervisor:
         if isinstance(report, FailureReport):
             self._failures[part] = report
             return
+        if isinstance(report, HungReport):
+            self._hung(report)
+            return
         self._observer.on_progress(part, report)
         now = self._clock.now()
         if report.phase == WAIT:
@@ -246,6 +249,15 @@ class LocalSupervisor:
         else:
             self._core.progressed(part, now)
         self._apply(self._core.ready(part, now) if report.phase == READY else [])
+
+    def _hung(self, report: HungReport) -> None:
+        part = next((part for part, child in self._children.items() if child.pid == report.pid), None)
+        if part is None or part.kind != "worker":
+            return
+        actions = self._core.hung(part)
+        if actions:
+            self._failures[part] = FailureReport("hung", f"it has answered nothing for {report.silent_s:.0f} s")
+            self._apply(actions)
 
     def _tick(self) -> None:
         self._timer = None

@@ -19,7 +19,9 @@ def frontend_part(config: ServeConfig, seat: Seat, reporter: Reporter) -> int:
     def listening(port: int) -> None:
         reporter.progress(Progress(READY, detail=f"listening on port {port}"))
 
-    return uvloop.run(run_frontend(config, listen_fds=seat.listen_fds, on_listening=listening))
+    # A new process in place of one that is attached would meet the same server.
+    on_hung = None if config.engine.attach else reporter.hung
+    return uvloop.run(run_frontend(config, listen_fds=seat.listen_fds, on_listening=listening, on_hung=on_hung))
 
 
 def worker_part(config: ServeConfig, seat: Seat, reporter: Reporter) -> int:

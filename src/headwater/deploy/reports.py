@@ -37,7 +37,14 @@ class FailureReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="failur
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
 
-Report = ProgressReport | FailureReport
+class HungReport(msgspec.Struct, frozen=True, tag="hung"):
+    """A frontend's word on a worker that has answered nothing for so long."""
+
+    pid: int
+    silent_s: float
+
+
+Report = ProgressReport | FailureReport | HungReport
 
 _DECODER = msgspec.json.Decoder(Report)
 
@@ -69,6 +76,10 @@ class Reporter:
     def failed(self, error: HeadwaterError) -> None:
         with self._lock:
             self._write(FailureReport(error.code, error.message, error.hint))
+
+    def hung(self, pid: int, silent_s: float) -> None:
+        with self._lock:
+            self._write(HungReport(pid, silent_s))
 
     def _write(self, report: Report) -> None:
         line = msgspec.json.encode(report) + b"\n"

@@ -161,6 +161,13 @@ class Supervision:
             return [*self._announce(), *self._roll_on(now)]
         return self._announce()
 
+    def hung(self, part: Part) -> list[Action]:
+        """A worker does not answer any more: another process is to take its place. Nothing for one that is leaving."""
+        state = self._states.get(part)
+        if state is None or state.status != "ready" or state.kill_at is not None or self._ending is not None:
+            return []
+        return [Kill(part)]
+
     def serving(self) -> None:
         """The whole answers requests: start-up is over."""
         self._serving = True

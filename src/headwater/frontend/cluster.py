@@ -10,6 +10,7 @@ nothing until it reports otherwise. A registry outage changes nothing.
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -46,6 +47,9 @@ _LONGEST_CANARY_DELAY_S = 30.0
 _FORGET_QUARANTINES_S = 120.0
 """In service for so long: its next quarantine counts as the first again."""
 
+OnHung = Callable[[int, float], None]
+"""Process id of a worker of this host, and for how many seconds it has answered nothing."""
+
 
 class Cluster:
     """Owns the connections and feeds view, models and dispatcher."""
@@ -61,6 +65,8 @@ class Cluster:
         vigil: VigilLimits | None = None,
     ) -> None:
         self.registry_reachable = True
+        self.on_hung: OnHung | None = None
+        """Who may start another worker in place of one of this host that is not expected back."""
         self._registry = registry
         self._open_link = open_link
         self._subscriber = subscriber
@@ -314,18 +320,24 @@ class Cluster:
 
     async def _await_recovery(self, connection: WorkerConnection) -> None:
         """Ask until it answers, ever more seldom; the more often it was put aside of late, the later."""
-        delay_s = _FIRST_CANARY_S * 2.0 ** min(connection.num_quarantines - 1, 6)
+        delay_s, since = _FIRST_CANARY_S * 2.0 ** min(connection.num_quarantines - 1, 6), self._loop.time()
         while not connection.retired:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _LONGEST_CANARY_DELAY_S)
             if await self._answers(connection):
                 break
+            self._tell_hung(connection, self._loop.time() - since)
         connection.quarantined = False
         if connection.connected and not connection.retired:
             logger.warning("worker %s moves on again and is back in service", connection.worker_id)
             self._faults.returned += 1
             self._dispatcher.taken_back(connection)
             self._admit(connection)
+
+    def _tell_hung(self, connection: WorkerConnection, silent_s: float) -> None:
+        instance, hopeless_s = connection.instance, self._vigil.limits.hopeless_s
+        if self.on_hung is not None and 0 < hopeless_s < silent_s and instance.host == socket.gethostname():
+            self.on_hung(instance.pid, silent_s)
 
     async def _answers(self, connection: WorkerConnection) -> bool:
         worker = self._view.worker(connection.worker_id)

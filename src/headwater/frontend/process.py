@@ -26,7 +26,7 @@ from headwater.errors import ConfigError
 from headwater.frontend.admin import AdminPages, FrontendState
 from headwater.frontend.app import Application
 from headwater.frontend.artifacts import ArtifactCache
-from headwater.frontend.cluster import Cluster
+from headwater.frontend.cluster import Cluster, OnHung
 from headwater.frontend.decision_pages import DecisionPages
 from headwater.frontend.dispatcher import ClusterDispatcher
 from headwater.frontend.http.base import HttpRequest, Responder
@@ -81,6 +81,7 @@ class Frontend:
         cache_folder: Path | None = None,
         meeting_folder: Path | None = None,
         on_built: Callable[[], None] = lambda: None,
+        on_hung: OnHung | None = None,
     ) -> None:
         """`meeting_folder`: where frontends of this host find each other; None: this one is alone."""
         frontend_id = f"fe-{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
@@ -100,6 +101,7 @@ class Frontend:
             self.view, build, ArtifactCache(cache_folder), on_built
         )
         self.cluster = self._make_cluster(planes, registry, frontend_id)
+        self.cluster.on_hung = on_hung
         self.planning = self._make_planning()
         self._neighbours: Neighbours | None = None
         if meeting_folder is not None and config.faults.resume_time > 0:
@@ -282,10 +284,12 @@ async def run_frontend(
     share_port: bool = False,
     listen_fds: Sequence[int] = (),
     on_listening: OnListening | None = None,
+    on_hung: OnHung | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. A second signal ends the draining.
 
     `listen_fds`: sockets that whoever started this process listens on, and goes on holding after it has left.
+    `on_hung`: who can replace workers of this host is told of those that have been silent for long.
     """
     if config.runtime.registry is None:
         raise ConfigError("a frontend on its own needs --registry", hint="for example --registry file:///run/headwater")
@@ -301,6 +305,7 @@ async def run_frontend(
             cache_folder=default_cache_folder(),
             meeting_folder=folder_for(default_run_folder(), config.runtime.registry),
             on_built=settle_memory,
+            on_hung=on_hung,
         )
         await _serve(
             frontend, config, lambda: frontend.start(share_port=share_port, listen_fds=listen_fds), on_listening

@@ -58,7 +58,11 @@ def planning_settings(config: DisaggConfig) -> PlanningSettings:
 
 
 def vigil_limits(config: FaultsConfig) -> VigilLimits:
-    return VigilLimits(hang_timeout_s=config.hang_timeout, canary_interval_s=config.canary_interval)
+    return VigilLimits(
+        hang_timeout_s=config.hang_timeout,
+        canary_interval_s=config.canary_interval,
+        hopeless_s=config.hang_restart,
+    )
 
 
 def queue_limits(config: RouterConfig, tenant_weights: Mapping[str, float]) -> QueueLimits:

@@ -38,6 +38,8 @@ class VigilLimits:
     """Idle for so long: time for a canary; 0: never."""
     look_s: float = 0.1
     """Time between two looks."""
+    hopeless_s: float = 0.0
+    """Silent for so long after it was put aside: it is not expected back; 0: it always is."""
 
 
 @dataclass(slots=True)

@@ -50,6 +50,26 @@ def test_a_dead_worker_comes_back_after_its_delay() -> None:
     assert core.next_deadline() is None
 
 
+def test_a_worker_that_hangs_is_killed_and_comes_back_as_a_dead_one_does() -> None:
+    core = running()
+    assert core.hung(W0) == [Kill(W0)]
+    assert core.hung(W0) == [Kill(W0)], "another frontend says so too, and it still lives"
+    assert core.exited(W0, 10.0, -9, "hung") == [Restarting(W0, "hung", 0.5)]
+    assert core.hung(W0) == [], "it has ended since"
+    core.tick(10.5)
+    assert core.hung(W0) == [], "its successor has only begun"
+    assert core.hung(W2) == []
+
+
+def test_one_that_is_leaving_has_the_time_it_was_given() -> None:
+    core = running()
+    core.restart(5.0)
+    assert core.hung(W0) == []
+    core = running()
+    core.stop(5.0)
+    assert core.hung(W0) == []
+
+
 def test_a_crash_loop_ends_and_the_others_go_on() -> None:
     core = running()
     for now in (10.0, 20.0):
