@@ -140,10 +140,11 @@ def test_serve_answers_survives_a_killed_worker_and_drains(environment: dict[str
 
 
 def test_a_worker_that_hangs_for_long_is_replaced(environment: dict[str, str]) -> None:
-    with serve(environment, *FAST, "--workers", "2", "--canary-interval", "0.5s", "--hang-restart", "1s") as running:
-        assert running.url
-        before = worker_pids(environment)
+    with serve(environment, *FAST, "--workers", "2", "--hang-restart", "1s") as running:
+        before = worker_pids(environment) if running.url else {}
         stopped = min(before)
+        steps = rf'worker_steps_total{{worker_id="{stopped}"}}'
+        running.until(lambda: headwater(environment, "chat", "--once", "hello") and _total(running.url, steps))
         os.kill(before[stopped], signal.SIGSTOP)
         running.until(lambda: stopped not in worker_pids(environment) and len(worker_pids(environment)) == 2)
         assert not alive(before[stopped])
@@ -319,15 +320,13 @@ def test_serve_with_pools_hands_prompts_over(environment: dict[str, str]) -> Non
             asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), JSON)
             answer = json.load(urllib.request.urlopen(asked, timeout=DEADLINE_S))
             assert answer["usage"]["completion_tokens"] == 5
-        running.until(lambda: _handed_over(url) == 3)
+        running.until(lambda: _total(url, "worker_handoffs_total{.*}") == 3)
         assert running.end() == 0
     refused = headwater(environment, "serve", *FAST, "--prefill", "1")
     assert refused.returncode == 2
     assert "--decode" in refused.stderr
 
 
-def _handed_over(url: str) -> float:
+def _total(url: str, metric: str) -> float:
     page = urllib.request.urlopen(f"{url}/metrics", timeout=DEADLINE_S).read().decode()
-    return sum(
-        float(number) for number in re.findall(r"^headwater_worker_handoffs_total{.*} (\S+)", page, re.MULTILINE)
-    )
+    return sum(float(number) for number in re.findall(rf"^headwater_{metric} (\S+)", page, re.MULTILINE))

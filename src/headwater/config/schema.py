@@ -171,7 +171,7 @@ class FaultsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Seconds, _doc("Least silence of a busy worker that is a hang, if it is 5 of its steps as well; 0: never.")
     ] = 2.0
     hang_restart: Annotated[
-        Seconds, _doc("A worker that has hung for so long is killed and started again by `serve`; 0: never.")
+        Seconds, _doc("A worker that answers nothing for so long is killed and started again by `serve`; 0: never.")
     ] = 120.0
     canary_interval: Annotated[Seconds, _doc("Idle time after which a worker is tried with one token; 0: never.")] = (
         30.0

@@ -209,13 +209,14 @@ class Cluster:
 
     def _admit(self, connection: WorkerConnection) -> None:
         """It may get requests from now on, as far as its record says so."""
-        connection.admitted = self._loop.time()
+        connection.admitted, connection.out_since = self._loop.time(), None
         self._vigil.add(connection.worker_id, connection.admitted)
         self._view.set_connected(connection.worker_id, True)
         self._dispatcher.add_connection(connection)
         self._models.refresh()
 
     def on_step(self, connection: WorkerConnection, frame: StepFrame) -> None:
+        connection.has_computed = True
         self._vigil.stepped(connection.worker_id, self._loop.time())
         self._dispatcher.on_step(connection, frame)
         if connection.retired and not self._dispatcher.has_streams(connection):
@@ -223,6 +224,7 @@ class Cluster:
             self._spawn(self._end(connection))
 
     def on_lost(self, connection: WorkerConnection, error: HeadwaterError) -> None:
+        connection.out_since = connection.out_since or self._loop.time()
         self._vigil.remove(connection.worker_id)
         self._view.set_connected(connection.worker_id, False)
         self._dispatcher.remove_connection(connection, error)
@@ -287,6 +289,18 @@ class Cluster:
                 self._quarantine(worker_id, f"worker {worker_id} has not moved on for {silent_s:.1f} s")
         for worker_id in self._vigil.due_for_canary(now):
             self._spawn(self._check_idle(worker_id))
+        if self.on_hung is not None and self._vigil.limits.hopeless_s:
+            self._tell_hung(self.on_hung, now)
+
+    def _tell_hung(self, on_hung: OnHung, now: float) -> None:
+        """Of workers of this host that keep their lease and answer nothing. One that has never computed a step is left
+        alone: its first one may take minutes, if kernels are compiled."""
+        for connection in self._connections.values():
+            silent_s = 0.0 if connection.out_since is None else now - connection.out_since
+            here = connection.instance.host == socket.gethostname()
+            if here and connection.has_computed and silent_s > self._vigil.limits.hopeless_s:
+                connection.out_since = now
+                on_hung(connection.instance.pid, silent_s)
 
     async def _check_idle(self, worker_id: str) -> None:
         connection = self._connections.get(worker_id)
@@ -309,6 +323,7 @@ class Cluster:
             return
         recent = self._loop.time() - connection.admitted < _FORGET_QUARANTINES_S
         connection.quarantined = True
+        connection.out_since = connection.out_since or self._loop.time()
         connection.num_quarantines = connection.num_quarantines + 1 if recent else 1
         self._faults.quarantined += 1
         self._vigil.remove(worker_id)
@@ -320,24 +335,18 @@ class Cluster:
 
     async def _await_recovery(self, connection: WorkerConnection) -> None:
         """Ask until it answers, ever more seldom; the more often it was put aside of late, the later."""
-        delay_s, since = _FIRST_CANARY_S * 2.0 ** min(connection.num_quarantines - 1, 6), self._loop.time()
+        delay_s = _FIRST_CANARY_S * 2.0 ** min(connection.num_quarantines - 1, 6)
         while not connection.retired:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _LONGEST_CANARY_DELAY_S)
             if await self._answers(connection):
                 break
-            self._tell_hung(connection, self._loop.time() - since)
         connection.quarantined = False
         if connection.connected and not connection.retired:
             logger.warning("worker %s moves on again and is back in service", connection.worker_id)
             self._faults.returned += 1
             self._dispatcher.taken_back(connection)
             self._admit(connection)
-
-    def _tell_hung(self, connection: WorkerConnection, silent_s: float) -> None:
-        instance, hopeless_s = connection.instance, self._vigil.limits.hopeless_s
-        if self.on_hung is not None and 0 < hopeless_s < silent_s and instance.host == socket.gethostname():
-            self.on_hung(instance.pid, silent_s)
 
     async def _answers(self, connection: WorkerConnection) -> bool:
         worker = self._view.worker(connection.worker_id)

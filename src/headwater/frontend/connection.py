@@ -52,6 +52,10 @@ class WorkerConnection:
         """Of late."""
         self.admitted = 0.0
         """When it last came into service; monotonic seconds."""
+        self.out_since: float | None = None
+        """When it fell silent, while it does not answer."""
+        self.has_computed = False
+        """Whether it has ever sent a step."""
         self.last_error: str | None = None
         self._open_link = open_link
         self._owner = owner

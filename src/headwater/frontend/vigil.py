@@ -39,7 +39,7 @@ class VigilLimits:
     look_s: float = 0.1
     """Time between two looks."""
     hopeless_s: float = 0.0
-    """Silent for so long after it was put aside: it is not expected back; 0: it always is."""
+    """Out of service for so long: it is not expected back; 0: it always is."""
 
 
 @dataclass(slots=True)
