@@ -1,6 +1,7 @@
 """Streams whose worker is lost, hangs or leaves: they go on elsewhere, no token twice and none missing."""
 
 import asyncio
+import socket
 from array import array
 from dataclasses import replace
 
@@ -159,7 +160,7 @@ def test_an_idle_worker_that_does_not_answer_its_canary_gets_nothing(play) -> No
     play(scenario, vigil=VigilLimits(0.1, 0.1, canary_interval_s=0.05, look_s=0.02))
 
 
-def test_the_last_worker_is_not_put_aside_and_with_half_of_them_gone_the_next_is_given_longer(play) -> None:
+def test_the_last_worker_is_not_put_aside_soon_and_with_half_of_them_gone_the_next_is_given_longer(play) -> None:
     async def scenario(rig: Rig) -> None:
         await rig.serving("w1", "w2", "w3", "w4")
         began = asyncio.get_running_loop().time()
@@ -190,6 +191,35 @@ def test_nobody_waits_without_a_bound_for_the_last_worker(play) -> None:
         await until(lambda: rig.eligible() == {"w1"})
 
     play(scenario, vigil=replace(QUICK, last_timeout_s=0.4), moves=MoveLimits(max_wait_s=0.2))
+
+
+def test_who_can_replace_a_worker_of_this_host_is_told_that_it_hangs_for_long(play) -> None:
+    """Not of one that has never computed a token, nor of one elsewhere."""
+
+    async def scenario(rig: Rig) -> None:
+        told: list[int] = []
+        workers = await rig.serving("w1", "w2", "w3", "w4")
+        for pid, worker in enumerate(workers, 1):
+            connection = rig.cluster.connection(worker.worker_id)
+            host = "elsewhere" if worker.worker_id == "w2" else socket.gethostname()
+            connection.instance = msgspec.structs.replace(connection.instance, pid=pid, host=host)
+        rig.cluster.on_hung = lambda pid, silent_s: told.append(pid)
+        answers = {
+            "w1": lambda worker, stream: worker.step(SequenceOutput(stream, [1])),
+            "w2": lambda worker, stream: worker.step(SequenceOutput(stream, [1])),
+            "w3": lambda worker, stream: worker.refuse(stream, "invalid_request", "that is no token"),
+        }
+        streams = [rig.submit()[0][0] for _ in workers]
+        await until(lambda: all(worker.requests for worker in workers))
+        for stream in streams:
+            worker = rig.by_id(rig.worker_of(stream))
+            answers.get(worker.worker_id, lambda worker, stream: None)(worker, stream)
+        await until(lambda: not rig.eligible())
+        await until(lambda: told.count(1) == 2)
+        assert set(told) == {1}
+
+    limits = replace(QUICK, last_timeout_s=0.4, hopeless_s=0.5, canary_interval_s=0.05)
+    play(scenario, vigil=limits, moves=MoveLimits(max_wait_s=0.2))
 
 
 def test_an_idle_worker_that_answers_its_canaries_stays(play) -> None:

@@ -307,7 +307,7 @@ def test_frontends_know_of_answers_that_come_whole(play: Callable[[Scenario], No
             request.relay = RelayedRequest("/v1/chat/completions", body)
             bench.engine.submit([request])
             load = bench.engine.load()
-            assert (load.num_whole, load.quiet_prefill) == (0 if streamed else 1, True)
+            assert (load.num_whole, load.quiet_prefill, load.relays) == (0 if streamed else 1, True, True)
             await eventually(lambda: bench.recorder.ended(1), "it is answered")
             await eventually(lambda: bench.engine.load().num_whole == 0, "none is under way")
 

@@ -1,6 +1,7 @@
 """Who does not move on: bounds from expected and seen steps, own stalls, repeated reports."""
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -203,6 +204,82 @@ def test_a_whole_answer_may_take_long_and_not_for_ever() -> None:
     assert vigil.bound_s(worker) == LIMITS.whole_answer_s
     worker.load = msgspec.structs.replace(REPORT, num_whole=0)
     assert vigil.bound_s(worker) < 10.0
+
+
+def test_whole_answers_behind_a_long_prompt_have_the_time_of_the_prompt() -> None:
+    vigil, worker = watched(20_000.0)
+    vigil._view.book(worker, 32 * 512, 10)
+    worker.load = msgspec.structs.replace(REPORT, quiet_prefill=True)
+    prompt_s = vigil.bound_s(worker)
+    assert prompt_s > LIMITS.whole_answer_s
+    worker.load = msgspec.structs.replace(worker.load, num_whole=1)
+    assert vigil.bound_s(worker) == prompt_s
+
+
+def test_a_relayed_stream_may_stand_still_in_its_middle() -> None:
+    """Servers hold back what they have not parsed, as the arguments of a tool."""
+    vigil, worker = watched()
+    vigil._view.book(worker, 0, 10)
+    worker.load = msgspec.structs.replace(REPORT, quiet_prefill=True, relays=True)
+    assert vigil.bound_s(worker) == LIMITS.unknown_timeout_s
+
+
+def test_an_idle_worker_that_is_silent_by_nature_and_does_not_answer_its_canary_is_put_aside() -> None:
+    """Its report on the canary widens the bound that the time for the answer is held against."""
+    vigil, worker = watched()
+    worker.load = msgspec.structs.replace(REPORT, quiet_prefill=True)
+    longest_s = vigil.longest_answer_s(worker)
+    worker.load = msgspec.structs.replace(worker.load, waiting_prefill_tokens=1)
+    assert vigil.may_be_put_aside("w", longest_s)
+
+
+# Not expected back
+
+
+def out_of_service(hopeless_s: float = 120.0) -> Vigil:
+    vigil, _ = watched()
+    vigil.limits = replace(LIMITS, hopeless_s=hopeless_s)
+    vigil.reported("w", msgspec.structs.replace(REPORT, steps=7, turns=9), 1.0)
+    vigil.put_out("w", 10.0)
+    return vigil
+
+
+def test_one_that_stays_silent_is_hopeless_and_named_again_after_as_long() -> None:
+    vigil = out_of_service()
+    vigil.put_out("w", 100.0)  # its connection is lost besides
+    assert vigil.hopeless(130.0) == []
+    assert vigil.hopeless(131.0) == [("w", 121.0)]
+    assert vigil.hopeless(250.0) == []
+    assert vigil.hopeless(252.0) == [("w", 121.0)]
+
+
+def test_whoever_is_back_or_gone_or_never_to_be_given_up_is_not_hopeless() -> None:
+    back, gone, never = out_of_service(), out_of_service(), out_of_service(0.0)
+    back.add("w", 20.0)
+    gone.remove("w")
+    assert [vigil.hopeless(1000.0) for vigil in (back, gone, never)] == [[], [], []]
+
+
+@pytest.mark.parametrize("change", [{"steps": 8}, {"turns": 10}, {"generated_tokens": 1}])
+def test_one_that_moves_on_is_not_hopeless_however_late_its_canary_is_answered(change: dict[str, int]) -> None:
+    """An overloaded worker computes what others have sent before."""
+    vigil = out_of_service()
+    load = msgspec.structs.replace(REPORT, steps=7, turns=9)
+    vigil.reported("w", load, 100.0)
+    assert vigil.hopeless(131.0), "a repeated report proves nothing"
+    vigil = out_of_service()
+    vigil.reported("w", msgspec.structs.replace(load, **change), 100.0)
+    assert vigil.hopeless(219.0) == []
+    vigil.stepped("w", 219.0)
+    assert vigil.hopeless(338.0) == []
+    assert vigil.hopeless(340.0)
+
+
+def test_our_own_stall_makes_nobody_hopeless() -> None:
+    vigil = out_of_service()
+    vigil.forgive(1000.0, 1020.0)
+    assert vigil.hopeless(1020.0) == []
+    assert vigil.hopeless(1141.0)
 
 
 class Here:

@@ -60,6 +60,8 @@ class ExternalEngine(ABC):
     kv: KvPort | None = None
     quiet_prefill = False
     """Whether the other side tells nothing of steps that bring no token."""
+    relays = False
+    """Whether answers pass as they are."""
 
     def __init__(self, config: EngineConfig, *, clock: Clock | None = None) -> None:
         self.config = config
@@ -239,6 +241,7 @@ class ExternalEngine(ABC):
             away=away,
             quiet_prefill=self.quiet_prefill,
             num_whole=num_whole,
+            relays=self.relays,
         )
 
     # ---- what a subclass reports

@@ -209,14 +209,14 @@ class Cluster:
 
     def _admit(self, connection: WorkerConnection) -> None:
         """It may get requests from now on, as far as its record says so."""
-        connection.admitted, connection.out_since = self._loop.time(), None
+        connection.admitted = self._loop.time()
         self._vigil.add(connection.worker_id, connection.admitted)
         self._view.set_connected(connection.worker_id, True)
         self._dispatcher.add_connection(connection)
         self._models.refresh()
 
     def on_step(self, connection: WorkerConnection, frame: StepFrame) -> None:
-        connection.has_computed = True
+        connection.has_computed = connection.has_computed or any(output.token_ids for output in frame.outputs)
         self._vigil.stepped(connection.worker_id, self._loop.time())
         self._dispatcher.on_step(connection, frame)
         if connection.retired and not self._dispatcher.has_streams(connection):
@@ -224,8 +224,8 @@ class Cluster:
             self._spawn(self._end(connection))
 
     def on_lost(self, connection: WorkerConnection, error: HeadwaterError) -> None:
-        connection.out_since = connection.out_since or self._loop.time()
-        self._vigil.remove(connection.worker_id)
+        if not connection.retired:
+            self._vigil.put_out(connection.worker_id, self._loop.time())
         self._view.set_connected(connection.worker_id, False)
         self._dispatcher.remove_connection(connection, error)
         self._models.remove_source(connection)
@@ -289,18 +289,17 @@ class Cluster:
                 self._quarantine(worker_id, f"worker {worker_id} has not moved on for {silent_s:.1f} s")
         for worker_id in self._vigil.due_for_canary(now):
             self._spawn(self._check_idle(worker_id))
-        if self.on_hung is not None and self._vigil.limits.hopeless_s:
-            self._tell_hung(self.on_hung, now)
+        for worker_id, silent_s in self._vigil.hopeless(now):
+            self._tell_hung(worker_id, silent_s)
 
-    def _tell_hung(self, on_hung: OnHung, now: float) -> None:
-        """Of workers of this host that keep their lease and answer nothing. One that has never computed a step is left
-        alone: its first one may take minutes, if kernels are compiled."""
-        for connection in self._connections.values():
-            silent_s = 0.0 if connection.out_since is None else now - connection.out_since
-            here = connection.instance.host == socket.gethostname()
-            if here and connection.has_computed and silent_s > self._vigil.limits.hopeless_s:
-                connection.out_since = now
-                on_hung(connection.instance.pid, silent_s)
+    def _tell_hung(self, worker_id: str, silent_s: float) -> None:
+        """If it is of this host. One that has never computed a step is left alone: its first one may take minutes, if
+        kernels are compiled. So is one that refuses us: it answers, and others may be served there."""
+        connection = self._connections.get(worker_id)
+        if self.on_hung is None or connection is None or connection.refuses or not connection.has_computed:
+            return
+        if connection.instance.host == socket.gethostname():
+            self.on_hung(connection.instance.pid, silent_s)
 
     async def _check_idle(self, worker_id: str) -> None:
         connection = self._connections.get(worker_id)
@@ -323,10 +322,9 @@ class Cluster:
             return
         recent = self._loop.time() - connection.admitted < _FORGET_QUARANTINES_S
         connection.quarantined = True
-        connection.out_since = connection.out_since or self._loop.time()
         connection.num_quarantines = connection.num_quarantines + 1 if recent else 1
         self._faults.quarantined += 1
-        self._vigil.remove(worker_id)
+        self._vigil.put_out(worker_id, self._loop.time())
         self._view.set_connected(worker_id, False)
         self._models.refresh()
         self._dispatcher.abandon(connection, reason)

@@ -52,10 +52,10 @@ class WorkerConnection:
         """Of late."""
         self.admitted = 0.0
         """When it last came into service; monotonic seconds."""
-        self.out_since: float | None = None
-        """When it fell silent, while it does not answer."""
         self.has_computed = False
-        """Whether it has ever sent a step."""
+        """Whether it has ever sent a token."""
+        self.refuses = False
+        """It answered when it was last greeted, but not so that it could be used."""
         self.last_error: str | None = None
         self._open_link = open_link
         self._owner = owner
@@ -140,14 +140,14 @@ class WorkerConnection:
                 self.worker_id,
                 f"{error.message} ({error.hint})" if error.hint else error.message,
             )
-            self.last_error = error.message
+            self.last_error, self.refuses = error.message, will_not_mend_itself
             await link.close()
             return False
         except asyncio.CancelledError:
             await link.close()
             raise
         self._link = link
-        self.last_error = None
+        self.last_error, self.refuses = None, False
         return True
 
     def _on_frame(self, frame: WorkerFrame) -> None:

@@ -22,6 +22,8 @@ _FADING = 0.95
 _MUCH_PATIENCE = 5.0
 """Times the longest silence that is in order: while half of the workers are out of service, and for one that says that
 it gets no processor."""
+_Progress = tuple[int, int, int]
+"""Steps, turns and tokens: one that hangs counts none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class VigilLimits:
     look_s: float = 0.1
     """Time between two looks."""
     hopeless_s: float = 0.0
-    """Out of service for so long: it is not expected back; 0: it always is."""
+    """Out of service and without a sign of life for so long: it is not expected back; 0: it always is."""
 
 
 @dataclass(slots=True)
@@ -52,8 +54,7 @@ class _Watched:
     """Of the time since then: without a processor."""
     slowest_ms: float = 0.0
     """Of the steps it took of late; fades with every report."""
-    turns: int = -1
-    steps: int = -1
+    progress: _Progress | None = None
     busy: bool = False
     asked: bool = False
     """A canary is under way."""
@@ -62,22 +63,40 @@ class _Watched:
         self.moved_on, self.starved_s = now, 0.0
 
 
+@dataclass(slots=True)
+class _Out:
+    """One that is out of service."""
+
+    silent_since: float
+    progress: _Progress | None
+
+
 class Vigil:
-    """Only those that are in service."""
+    """Those that are in service, and those that should be."""
 
     def __init__(self, view: ClusterView, limits: VigilLimits) -> None:
         self.limits = limits
         self._view = view
         self._watched: dict[str, _Watched] = {}
+        self._out: dict[str, _Out] = {}
 
     def add(self, worker_id: str, now: float) -> None:
         self._watched[worker_id] = _Watched(now, now)
+        self._out.pop(worker_id, None)
+
+    def put_out(self, worker_id: str, now: float) -> None:
+        """It gets nothing until it answers."""
+        watched = self._watched.pop(worker_id, None)
+        self._out.setdefault(worker_id, _Out(now, watched.progress if watched is not None else None))
 
     def remove(self, worker_id: str) -> None:
         self._watched.pop(worker_id, None)
+        self._out.pop(worker_id, None)
 
     def stepped(self, worker_id: str, now: float) -> None:
-        watched = self._watched.get(worker_id)
+        watched, out = self._watched.get(worker_id), self._out.get(worker_id)
+        if out is not None:
+            out.silent_since = now
         if watched is not None:
             watched.move_on(now)
             watched.computed = now
@@ -97,15 +116,18 @@ class Vigil:
 
     def reported(self, worker_id: str, load: LoadReport, now: float) -> None:
         """A report; one that only repeats an earlier one proves nothing."""
-        watched = self._watched.get(worker_id)
+        watched, out = self._watched.get(worker_id), self._out.get(worker_id)
+        progress = (load.steps, load.turns, load.generated_tokens)
+        if out is not None and progress != out.progress:
+            out.silent_since, out.progress = now, progress
         if watched is None:
             return
-        if load.steps != watched.steps:
+        if watched.progress is None or load.steps != watched.progress[0]:
             watched.computed = now
-        if (load.steps, load.turns) != (watched.steps, watched.turns):
+        if progress != watched.progress:
             watched.move_on(now)
         watched.starved_s = max(watched.starved_s, load.starved_ms / 1e3)
-        watched.steps, watched.turns = load.steps, load.turns
+        watched.progress = progress
         slowest_ms = max([timing.duration_ms for timing in load.timings], default=0.0)
         watched.slowest_ms = max(slowest_ms, _FADING * watched.slowest_ms)
 
@@ -114,6 +136,8 @@ class Vigil:
         for watched in self._watched.values():
             watched.moved_on = min(now, watched.moved_on + seconds)
             watched.computed = min(now, watched.computed + seconds)
+        for out in self._out.values():
+            out.silent_since = min(now, out.silent_since + seconds)
 
     def suspects(self, now: float) -> list[tuple[str, float]]:
         """Workers at work that have been silent for half of what is in order at least, and since when."""
@@ -162,6 +186,16 @@ class Vigil:
         least_s = 0.0 if others else self.limits.last_timeout_s
         return silent_s > max(least_s, patience * self.bound_s(worker)) - self.limits.look_s
 
+    def hopeless(self, now: float) -> list[tuple[str, float]]:
+        """Workers that are not expected back, and for how long nothing was heard; named again after as long."""
+        found: list[tuple[str, float]] = []
+        for worker_id, out in self._out.items():
+            silent_s = now - out.silent_since
+            if 0 < self.limits.hopeless_s < silent_s:
+                out.silent_since = now
+                found.append((worker_id, silent_s))
+        return found
+
     def due_for_canary(self, now: float) -> list[str]:
         """Idle for long: they are due again after another interval."""
         if not self.limits.canary_interval_s:
@@ -175,19 +209,21 @@ class Vigil:
 
     def longest_answer_s(self, worker: WorkerView) -> float:
         """Until a canary is answered, by one that gives signs of life."""
-        return _MUCH_PATIENCE * self.bound_s(worker)
+        quiet = worker.load is not None and worker.load.quiet_prefill
+        return _MUCH_PATIENCE * max(self.bound_s(worker), self.limits.unknown_timeout_s if quiet else 0.0)
 
     def bound_s(self, worker: WorkerView) -> float:
         """The longest silence that is in order."""
-        limits, load = self.limits, worker.load
+        limits, load, quiet = self.limits, worker.load, quiet_tokens(worker)
+        least_s = limits.hang_timeout_s
         if load is not None and load.num_whole:
-            return max(limits.hang_timeout_s, limits.whole_answer_s)
-        quiet = quiet_tokens(worker)
+            least_s = max(least_s, limits.whole_answer_s)
         if worker.costs is None:
-            return max(limits.hang_timeout_s, limits.unknown_timeout_s * max(1, -(-quiet // worker.chunk_tokens)))
+            return max(least_s, limits.unknown_timeout_s * max(1, -(-quiet // worker.chunk_tokens)))
+        if quiet or (load is not None and load.relays):
+            least_s = max(least_s, limits.unknown_timeout_s)
         watched = self._watched.get(worker.worker_id)
         seen_ms = watched.slowest_ms if watched is not None else 0.0
-        least_s = max(limits.hang_timeout_s, limits.unknown_timeout_s if quiet else 0.0)
         return max(least_s, PATIENCE * max(longest_silence_ms(worker), seen_ms) / 1e3)
 
 

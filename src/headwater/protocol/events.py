@@ -118,6 +118,9 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):
     """Whether nothing is heard of the engine while it computes prompts, in however many steps."""
     num_whole: int = 0
     """Of its sequences: those whose answer comes all at once, so that nothing is heard until then."""
+    relays: bool = False
+    """Whether answers pass as they are: what a server holds back in the middle of one, say a tool's arguments, is not
+    heard either."""
 
 
 WorkerEvent = BlocksStored | BlocksRemoved | BlocksCleared | LoadReport

@@ -115,6 +115,7 @@ class AttachedEngine(PacedEngine):
             if texts is not None:
                 self._tokens = tokens
                 await _learn(tokens, texts)
+        self.relays = texts is None
         info = describer.with_tokens(texts) if texts is not None else describer.relayed()
         if texts is not None:
             self._follow_events(server, info.card, found)
