@@ -282,6 +282,20 @@ def test_our_own_stall_makes_nobody_hopeless() -> None:
     assert vigil.hopeless(1141.0)
 
 
+def test_one_that_gets_no_processor_is_hopeless_later_and_not_never() -> None:
+    vigil = out_of_service()
+    load = msgspec.structs.replace(REPORT, steps=7, turns=9)
+    vigil.reported("w", msgspec.structs.replace(load, starved_ms=50_000.0), 60.0)
+    assert vigil.suspects(69.0) == []
+    assert vigil.suspects(71.0) == [("w", 10.0)]
+    vigil.excuse("w", 60.0)
+    assert vigil.hopeless(189.0) == []
+    assert vigil.hopeless(191.0) == [("w", 181.0)]
+    vigil.excuse("w", 1e6)
+    assert vigil.hopeless(191.0 + 599.0) == []
+    assert vigil.hopeless(191.0 + 601.0)
+
+
 class Here:
     """Connections to workers of this host, whose threads wait as the test says."""
 

@@ -69,6 +69,11 @@ class _Out:
 
     silent_since: float
     progress: _Progress | None
+    starved_s: float = 0.0
+    """Of the time since then: without a processor."""
+
+    def move_on(self, now: float) -> None:
+        self.silent_since, self.starved_s = now, 0.0
 
 
 class Vigil:
@@ -96,7 +101,7 @@ class Vigil:
     def stepped(self, worker_id: str, now: float) -> None:
         watched, out = self._watched.get(worker_id), self._out.get(worker_id)
         if out is not None:
-            out.silent_since = now
+            out.move_on(now)
         if watched is not None:
             watched.move_on(now)
             watched.computed = now
@@ -118,8 +123,10 @@ class Vigil:
         """A report; one that only repeats an earlier one proves nothing."""
         watched, out = self._watched.get(worker_id), self._out.get(worker_id)
         progress = (load.steps, load.turns, load.generated_tokens)
-        if out is not None and progress != out.progress:
-            out.silent_since, out.progress = now, progress
+        if out is not None:
+            if progress != out.progress:
+                out.move_on(now)
+            out.progress, out.starved_s = progress, max(out.starved_s, load.starved_ms / 1e3)
         if watched is None:
             return
         if watched.progress is None or load.steps != watched.progress[0]:
@@ -140,19 +147,25 @@ class Vigil:
             out.silent_since = min(now, out.silent_since + seconds)
 
     def suspects(self, now: float) -> list[tuple[str, float]]:
-        """Workers at work that have been silent for half of what is in order at least, and since when."""
-        least_s = self.limits.hang_timeout_s / 2
-        return [
+        """Workers at work, or out of service, that have been silent for half of what is in order at least, and since
+        when."""
+        least_s, hopeless_s = self.limits.hang_timeout_s / 2, self.limits.hopeless_s / 2
+        working = [
             (worker_id, watched.moved_on)
             for worker_id, watched in self._watched.items()
             if watched.busy and least_s and now - watched.moved_on > least_s
         ]
+        return working + [
+            (worker_id, out.silent_since)
+            for worker_id, out in self._out.items()
+            if hopeless_s and now - out.silent_since > hopeless_s
+        ]
 
     def excuse(self, worker_id: str, starved_s: float) -> None:
         """So much of its present silence it got no processor."""
-        watched = self._watched.get(worker_id)
-        if watched is not None:
-            watched.starved_s = max(watched.starved_s, starved_s)
+        silent = self._watched.get(worker_id) or self._out.get(worker_id)
+        if silent is not None:
+            silent.starved_s = max(silent.starved_s, starved_s)
 
     def hanging(self, now: float) -> list[tuple[str, float]]:
         """Workers that hang, and for how long they have been silent."""
@@ -190,9 +203,9 @@ class Vigil:
         """Workers that are not expected back, and for how long nothing was heard; named again after as long."""
         found: list[tuple[str, float]] = []
         for worker_id, out in self._out.items():
-            silent_s = now - out.silent_since
-            if 0 < self.limits.hopeless_s < silent_s:
-                out.silent_since = now
+            silent_s, hopeless_s = now - out.silent_since, self.limits.hopeless_s
+            if 0 < hopeless_s < silent_s - min(out.starved_s, (_MUCH_PATIENCE - 1.0) * hopeless_s):
+                out.move_on(now)
                 found.append((worker_id, silent_s))
         return found
 
