@@ -240,7 +240,7 @@ class LocalSupervisor:
             self._failures[part] = report
             return
         if isinstance(report, HungReport):
-            self._hung(report)
+            self._hung(report, part)
             return
         self._observer.on_progress(part, report)
         now = self._clock.now()
@@ -250,11 +250,11 @@ class LocalSupervisor:
             self._core.progressed(part, now)
         self._apply(self._core.ready(part, now) if report.phase == READY else [])
 
-    def _hung(self, report: HungReport) -> None:
+    def _hung(self, report: HungReport, frontend: Part) -> None:
         part = next((part for part, child in self._children.items() if child.pid == report.pid), None)
         if part is None or part.kind != "worker":
             return
-        actions = self._core.hung(part)
+        actions = self._core.hung(part, frontend, self._clock.now())
         if actions:
             self._failures[part] = FailureReport("hung", f"it has answered nothing for {report.silent_s:.0f} s")
             self._apply(actions)
@@ -286,6 +286,7 @@ def limits_of(config: ServeConfig) -> Limits:
         ready_timeout_s=config.ready_timeout,
         drain_timeout_s=config.runtime.drain_timeout,
         handover_timeout_s=config.runtime.handover_timeout,
+        hang_restart_s=config.faults.hang_restart,
     )
 
 

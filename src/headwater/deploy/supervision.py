@@ -51,6 +51,8 @@ class Limits:
     drain_timeout_s: float = 30.0
     handover_timeout_s: float = 600.0
     """For a frontend that has been succeeded."""
+    hang_restart_s: float = 120.0
+    """How often a frontend says again that a worker hangs."""
     exit_grace_s: float = 5.0
     """What a process gets beyond its own drain time before it is killed."""
 
@@ -70,6 +72,8 @@ class _State:
     succeeded: bool = False
     trouble: str = ""
     """What it waits for, or why it ended last."""
+    hung: dict[Part, float] = field(default_factory=dict)
+    """When which frontend last said that it does not answer."""
 
     @property
     def alive(self) -> bool:
@@ -161,12 +165,16 @@ class Supervision:
             return [*self._announce(), *self._roll_on(now)]
         return self._announce()
 
-    def hung(self, part: Part) -> list[Action]:
-        """A worker does not answer any more: another process is to take its place. Nothing for one that is leaving."""
+    def hung(self, part: Part, by: Part, now: float) -> list[Action]:
+        """A frontend says that a worker does not answer any more, and says so again every `hang_restart_s`. When all
+        do, another process is to take its place: one alone may be what is wrong. Nothing for one that is leaving."""
         state = self._states.get(part)
         if state is None or state.status != "ready" or state.kill_at is not None or self._ending is not None:
             return []
-        return [Kill(part)]
+        state.hung[by] = now
+        oldest = now - 2 * self.limits.hang_restart_s
+        frontends = [other for other, its in self._states.items() if other.kind == "frontend" and its.status == "ready"]
+        return [Kill(part)] if all(state.hung.get(other, oldest) > oldest for other in frontends) else []
 
     def serving(self) -> None:
         """The whole answers requests: start-up is over."""
@@ -179,6 +187,7 @@ class Supervision:
             return []
         ready_s = now - state.ready_at if state.status == "ready" else 0.0
         state.status, state.kill_at, state.trouble = "down", None, reason
+        state.hung.clear()
         if self._ending is not None:
             return self._proceed(now)
         if state.succeeded:

@@ -52,22 +52,41 @@ def test_a_dead_worker_comes_back_after_its_delay() -> None:
 
 def test_a_worker_that_hangs_is_killed_and_comes_back_as_a_dead_one_does() -> None:
     core = running()
-    assert core.hung(W0) == [Kill(W0)]
-    assert core.hung(W0) == [Kill(W0)], "another frontend says so too, and it still lives"
+    assert core.hung(W0, F0, 5.0) == [Kill(W0)]
+    assert core.hung(W0, F0, 6.0) == [Kill(W0)], "said again, and it still lives"
     assert core.exited(W0, 10.0, -9, "hung") == [Restarting(W0, "hung", 0.5)]
-    assert core.hung(W0) == [], "it has ended since"
+    assert core.hung(W0, F0, 10.1) == [], "it has ended since"
     core.tick(10.5)
-    assert core.hung(W0) == [], "its successor has only begun"
-    assert core.hung(W2) == []
+    assert core.hung(W0, F0, 10.6) == [], "its successor has only begun"
+    assert core.hung(W2, F0, 10.6) == []
 
 
 def test_one_that_is_leaving_has_the_time_it_was_given() -> None:
     core = running()
     core.restart(5.0)
-    assert core.hung(W0) == []
+    assert core.hung(W0, F0, 5.0) == []
     core = running()
     core.stop(5.0)
-    assert core.hung(W0) == []
+    assert core.hung(W0, F0, 5.0) == []
+
+
+def test_a_frontend_that_alone_reaches_no_worker_has_none_killed() -> None:
+    f1 = Part("frontend", 1)
+    core = Supervision([F0, f1, W0], LIMITS)
+    core.begin(0.0)
+    for part in (F0, f1, W0):
+        core.ready(part, 1.0)
+    core.serving()
+    assert core.hung(W0, F0, 200.0) == []
+    assert core.hung(W0, F0, 320.0) == []
+    assert core.hung(W0, f1, 570.0) == [], "the other has not said so any more"
+    assert core.hung(W0, F0, 600.0) == [Kill(W0)]
+    core.exited(W0, 601.0, -9, "hung")
+    core.tick(610.0)
+    core.ready(W0, 611.0)
+    assert core.hung(W0, f1, 612.0) == [], "what was said of the former process counts no more"
+    core.exited(f1, 620.0, 1, "boom")
+    assert core.hung(W0, F0, 621.0) == [Kill(W0)], "who does not serve has no say"
 
 
 def test_a_crash_loop_ends_and_the_others_go_on() -> None:
