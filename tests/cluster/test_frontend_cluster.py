@@ -467,6 +467,7 @@ def test_a_stranger_at_a_workers_address_is_not_taken_for_it(play) -> None:
         await rig.registry.register(impostor)
         await until(lambda: rig.cluster.connection("w9") is not None and rig.cluster.connection("w9").last_error)
         assert "w2 answers where w9 was expected" in str(rig.cluster.connection("w9").last_error)
+        assert rig.cluster.connection("w9").refuses, "that is no silence"
         assert [worker.worker_id for worker in rig.view.eligible("f1")] == ["w1"]
 
     play(scenario)

@@ -194,20 +194,22 @@ def test_nobody_waits_without_a_bound_for_the_last_worker(play) -> None:
 
 
 def test_who_can_replace_a_worker_of_this_host_is_told_that_it_hangs_for_long(play) -> None:
-    """Not of one that has never computed a token, nor of one elsewhere."""
+    """Not of one that has never computed a token, nor of one elsewhere, nor of one that answers with a refusal."""
 
     async def scenario(rig: Rig) -> None:
         told: list[int] = []
-        workers = await rig.serving("w1", "w2", "w3", "w4")
+        workers = await rig.serving("w1", "w2", "w3", "w4", "w5")
         for pid, worker in enumerate(workers, 1):
             connection = rig.cluster.connection(worker.worker_id)
             host = "elsewhere" if worker.worker_id == "w2" else socket.gethostname()
             connection.instance = msgspec.structs.replace(connection.instance, pid=pid, host=host)
+            connection.refuses = worker.worker_id == "w5"
         rig.cluster.on_hung = lambda pid, silent_s: told.append(pid)
         answers = {
             "w1": lambda worker, stream: worker.step(SequenceOutput(stream, [1])),
             "w2": lambda worker, stream: worker.step(SequenceOutput(stream, [1])),
             "w3": lambda worker, stream: worker.refuse(stream, "invalid_request", "that is no token"),
+            "w5": lambda worker, stream: worker.step(SequenceOutput(stream, [1])),
         }
         streams = [rig.submit()[0][0] for _ in workers]
         await until(lambda: all(worker.requests for worker in workers))
@@ -215,7 +217,8 @@ def test_who_can_replace_a_worker_of_this_host_is_told_that_it_hangs_for_long(pl
             worker = rig.by_id(rig.worker_of(stream))
             answers.get(worker.worker_id, lambda worker, stream: None)(worker, stream)
         await until(lambda: not rig.eligible())
-        await until(lambda: told.count(1) == 2)
+        told.clear()
+        await until(lambda: told.count(1) == 3)  # all others have been silent for as long by then
         assert set(told) == {1}
 
     limits = replace(QUICK, last_timeout_s=0.4, hopeless_s=0.5, canary_interval_s=0.05)

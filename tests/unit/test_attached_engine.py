@@ -59,6 +59,11 @@ def test_an_abort_closes_the_connection(play: Callable[[Scenario], None]) -> Non
     play(scenario)
 
 
+def as_sent(**members: object) -> RelayedRequest:
+    """What a client of a relayed server sends."""
+    return RelayedRequest("/v1/chat/completions", msgspec.json.encode({"model": MODEL, "messages": [], **members}))
+
+
 @pytest.mark.parametrize("attach_as", ["auto", "openai"])
 def test_a_server_that_no_longer_takes_our_key_is_no_dead_worker(
     play: Callable[[Scenario], None], attach_as: str
@@ -68,8 +73,7 @@ def test_a_server_that_no_longer_takes_our_key_is_no_dead_worker(
             stage.double.status = 401
             request = bench.request(prompt_of(8))
             if attach_as == "openai":
-                body = msgspec.json.encode({"model": MODEL, "messages": []})
-                request.relay = RelayedRequest("/v1/chat/completions", body)
+                request.relay = as_sent()
             bench.engine.submit([request])
             await eventually(lambda: bench.recorder.ended(1), "it is answered")
             error = bench.recorder.error(1)
@@ -94,8 +98,7 @@ def test_prompts_do_not_follow_a_redirect(play: Callable[[Scenario], None], atta
             stage.double.location = place
             request = bench.request(prompt_of(8))
             if attach_as == "openai":
-                body = msgspec.json.encode({"model": MODEL, "messages": []})
-                request.relay = RelayedRequest("/v1/chat/completions", body)
+                request.relay = as_sent()
             bench.engine.submit([request])
             await eventually(lambda: bench.recorder.ended(1), "it is answered")
             error = bench.recorder.error(1)
@@ -303,8 +306,7 @@ def test_frontends_know_of_answers_that_come_whole(play: Callable[[Scenario], No
     async def scenario(stage: Stage) -> None:
         async with stage.attached(attach_as="openai") as bench:
             request = bench.request(prompt_of(8))
-            body = msgspec.json.encode({"model": MODEL, "messages": [], "stream": streamed})
-            request.relay = RelayedRequest("/v1/chat/completions", body)
+            request.relay = as_sent(stream=streamed)
             bench.engine.submit([request])
             load = bench.engine.load()
             assert (load.num_whole, load.quiet_prefill, load.relays) == (0 if streamed else 1, True, True)
